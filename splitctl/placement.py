@@ -1,0 +1,341 @@
+"""A placement: where a model and its cache live, and how their work is split over devices.
+
+Everything here is a pure value. What a given model and build can do with a placement is the business of
+`switching.rules`; this module only refuses what no model and no build could mean (a split that is not a number, a
+context of -1 tokens).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+#: What `type_k` and `type_v` may be.  Source: `kv_cache_types` in llama.cpp's common/arg.cpp.
+KV_TYPES: tuple[str, ...] = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+
+#: Most sequences a context can hold.  Source: LLAMA_MAX_SEQ in llama.cpp's src/llama-cparams.h.
+MAX_SEQUENCES = 256
+
+#: Most shares that a split text may hold before anything is built from it; builds have 16 devices at most.
+MAX_SHARES = 128
+
+#: Shares are compared after scaling to a sum of one and rounding to this many digits (they are C floats).
+_SHARE_DIGITS = 6
+
+_INT32_MAX = 2**31 - 1
+
+
+class SplitMode(enum.Enum):
+    """How a model is spread over devices, by llama.cpp's own words."""
+
+    NONE = "none"
+    LAYER = "layer"
+    ROW = "row"
+    TENSOR = "tensor"
+
+
+class FlashAttn(enum.Enum):
+    """Whether flash attention is used; `AUTO` is resolved once, when a session opens."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
+class PlacementInvalid(ValueError):
+    """A placement that no model and no build could mean.
+
+    Attributes:
+        field: the placement's field at fault.
+        found: what was given.
+        wanted: what would be accepted.
+    """
+
+    def __init__(self, field: str, found: object, wanted: str) -> None:
+        self.field = field
+        self.found = found
+        self.wanted = wanted
+        super().__init__(f"{field} is {found!r}; it must be {wanted}")
+
+
+def parse_tensor_split(text: str, *, max_shares: int = MAX_SHARES) -> tuple[float, ...] | None:
+    """Read a tensor split as the command line gives it ("3,1" or "3/1").
+
+    Args:
+        text: shares separated by commas or slashes; empty means the library's default.
+        max_shares: how many shares the build takes (its llama_max_devices).
+
+    Returns:
+        The shares as given, or None for the default.
+
+    Raises:
+        PlacementInvalid: a share is not a number, is negative or not finite, all are zero, or there are too many.
+    """
+    if not text.strip():
+        return None
+    parts = text.replace("/", ",").split(",", max_shares + 1)
+    if len(parts) > max_shares:
+        raise PlacementInvalid("tensor_split", _shortened(text), f"{max_shares} shares at most (one a device)")
+    try:
+        shares = tuple(float(part) for part in parts)
+    except ValueError as error:
+        raise PlacementInvalid("tensor_split", _shortened(text), "numbers separated by commas, such as 3,1") from error
+    check_tensor_split(shares, max_shares=max_shares)
+    return shares
+
+
+def check_tensor_split(shares: Sequence[float], *, max_shares: int = MAX_SHARES) -> None:
+    """Refuse shares that are no split.
+
+    Args:
+        shares: one share a device, in any unit.
+        max_shares: how many shares are allowed.
+
+    Raises:
+        PlacementInvalid: empty, too long, a share not finite or negative, or all zero.
+    """
+    if not shares:
+        raise PlacementInvalid("tensor_split", (), "one share or more, or left out")
+    if len(shares) > max_shares:
+        raise PlacementInvalid("tensor_split", f"{len(shares)} shares", f"{max_shares} shares at most (one a device)")
+    for share in shares:
+        if not math.isfinite(share) or share < 0:
+            raise PlacementInvalid("tensor_split", tuple(shares), "finite shares of zero or more")
+    if not any(shares):
+        raise PlacementInvalid("tensor_split", tuple(shares), "more than zero on one device at least")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the weights and the cache live, and the shape of the context.
+
+    Attributes:
+        mode: the split mode.
+        devices: device names in order, a name may come twice; empty means all that the library offers.
+        tensor_split: one share a device, in any unit; None means the library's default.
+        main_gpu: index into `devices` of the device that mode `none` uses.
+        n_gpu_layers: layers placed on devices; negative means all.
+        n_ctx: context size [tokens]; 0 means the model's own maximum.
+        type_k: cache type of keys, one of `KV_TYPES`.
+        type_v: cache type of values, one of `KV_TYPES`.
+        offload_kqv: whether the cache lives on the devices (False keeps it in host memory).
+        flash_attn: flash attention.
+        n_batch: most tokens of one decode call.
+        n_ubatch: most tokens of one computed batch.
+        n_seq_max: most sequences at once.
+        kv_unified: one buffer of cells for all sequences, instead of a stream each.
+        n_threads: threads for batches of one token; 0 means the library's default.
+        n_threads_batch: threads for larger batches; 0 means the library's default.
+    """
+
+    mode: SplitMode = SplitMode.LAYER
+    devices: tuple[str, ...] = ()
+    tensor_split: tuple[float, ...] | None = None
+    main_gpu: int = 0
+    n_gpu_layers: int = -1
+    n_ctx: int = 0
+    type_k: str = "f16"
+    type_v: str = "f16"
+    offload_kqv: bool = True
+    flash_attn: FlashAttn = FlashAttn.AUTO
+    n_batch: int = 2048
+    n_ubatch: int = 512
+    n_seq_max: int = 1
+    kv_unified: bool = False
+    n_threads: int = 0
+    n_threads_batch: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what no model and no build could mean.
+
+        Raises:
+            PlacementInvalid: with the field, what it holds and what it may hold.
+        """
+        if any(not name.strip() for name in self.devices):
+            raise PlacementInvalid("devices", self.devices, "names of devices (splitctl devices lists them)")
+        if self.tensor_split is not None:
+            check_tensor_split(self.tensor_split, max_shares=len(self.devices) or MAX_SHARES)
+        for field, low, high in _INT_RANGES:
+            value = getattr(self, field)
+            if not low <= value <= high:
+                raise PlacementInvalid(field, value, f"from {low} to {high}")
+        for field in ("type_k", "type_v"):
+            if getattr(self, field) not in KV_TYPES:
+                raise PlacementInvalid(field, getattr(self, field), "one of " + " ".join(KV_TYPES))
+
+    def normalise(self) -> Placement:
+        """Write the same placement in the one way that compares equal.
+
+        Returns:
+            The placement with shares that sum to one, one a device; "all layers" as -1; no micro-batch above the
+            batch; and no split where the mode uses a single device.
+        """
+        split = self.tensor_split
+        if self.mode is SplitMode.NONE:
+            split = None
+        elif split is not None:
+            total = math.fsum(split)
+            split = tuple(round(share / total, _SHARE_DIGITS) for share in split)
+            split += (0.0,) * (len(self.devices) - len(split))
+        return dataclasses.replace(
+            self,
+            tensor_split=split,
+            n_gpu_layers=max(self.n_gpu_layers, -1),
+            n_ubatch=min(self.n_ubatch, self.n_batch),
+        )
+
+    def differs(self, other: Placement) -> list[str]:
+        """Name the fields in which two placements differ, after normalising both.
+
+        Args:
+            other: the placement to compare with.
+
+        Returns:
+            Field names in the order of the class; empty when the placements are the same.
+        """
+        mine, theirs = self.normalise(), other.normalise()
+        return [
+            field.name
+            for field in dataclasses.fields(self)
+            if getattr(mine, field.name) != getattr(theirs, field.name)
+        ]
+
+    def changed(self, **named: Any) -> Placement:
+        """Make the target of a switch: what is not named stays, but a tensor split only within a mode.
+
+        Args:
+            named: fields by name, as far as the request named them.
+
+        Returns:
+            The target; compare with `differs` to report what else moved.
+
+        Raises:
+            PlacementInvalid: an unknown field, or a value that no placement can have.
+        """
+        known = {field.name for field in dataclasses.fields(self)}
+        for name in named:
+            if name not in known:
+                raise PlacementInvalid("placement", name, "one of the fields " + " ".join(sorted(known)))
+        if "tensor_split" not in named and self.tensor_split is not None:
+            moved = named.get("mode", self.mode) is not self.mode
+            devices = named.get("devices", self.devices)
+            if moved or (devices and len(self.tensor_split) > len(devices)):
+                named["tensor_split"] = None
+        return dataclasses.replace(self, **named)
+
+    def describe(self) -> str:
+        """Say the placement in one line, in the words of the command line.
+
+        Returns:
+            For example `-sm tensor --device CPU,CPU -ts 3,1 -c 4096`; defaults of the rest are left out.
+        """
+        words = [f"-sm {self.mode.value}"]
+        if self.devices:
+            words.append("--device " + ",".join(self.devices))
+        if self.tensor_split is not None:
+            words.append("-ts " + ",".join(f"{share:g}" for share in self.tensor_split))
+        plain = Placement()
+        for field, flag in _FLAGS:
+            value = getattr(self, field)
+            if value != getattr(plain, field):
+                words.append(f"{flag} {value.value if isinstance(value, enum.Enum) else value}")
+        if not self.offload_kqv:
+            words.append("-nkvo")
+        if self.kv_unified:
+            words.append("-kvu")
+        return " ".join(words)
+
+    def to_json(self) -> dict[str, Any]:
+        """Give the placement as plain values.
+
+        Returns:
+            Field name to value; enums by their word, tuples as lists.
+        """
+        plain: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, enum.Enum):
+                value = value.value
+            elif isinstance(value, tuple):
+                value = list(value)
+            plain[field.name] = value
+        return plain
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Placement:
+        """Read back what `to_json` gave.
+
+        Args:
+            plain: field name to value; a field that is left out keeps its default.
+
+        Returns:
+            The placement.
+
+        Raises:
+            PlacementInvalid: an unknown field, or a value of the wrong kind or out of range.
+        """
+        known = {field.name: field for field in dataclasses.fields(cls)}
+        values: dict[str, Any] = {}
+        for name, value in plain.items():
+            if name not in known:
+                raise PlacementInvalid("placement", name, "one of the fields " + " ".join(sorted(known)))
+            values[name] = _typed(name, value, known[name].default)
+        return cls(**values)
+
+
+_INT_RANGES: tuple[tuple[str, int, int], ...] = (
+    ("main_gpu", 0, MAX_SHARES - 1),
+    ("n_gpu_layers", -_INT32_MAX, _INT32_MAX),
+    ("n_ctx", 0, _INT32_MAX),
+    ("n_batch", 1, _INT32_MAX),
+    ("n_ubatch", 1, _INT32_MAX),
+    ("n_seq_max", 1, MAX_SEQUENCES),
+    ("n_threads", 0, 4096),
+    ("n_threads_batch", 0, 4096),
+)
+
+_FLAGS: tuple[tuple[str, str], ...] = (
+    ("main_gpu", "-mg"),
+    ("n_gpu_layers", "-ngl"),
+    ("n_ctx", "-c"),
+    ("type_k", "-ctk"),
+    ("type_v", "-ctv"),
+    ("flash_attn", "-fa"),
+    ("n_batch", "-b"),
+    ("n_ubatch", "-ub"),
+    ("n_seq_max", "-np"),
+    ("n_threads", "-t"),
+    ("n_threads_batch", "-tb"),
+)
+
+
+def _typed(name: str, value: Any, default: Any) -> Any:
+    """Turn one plain value into the kind its field holds."""
+    try:
+        if isinstance(default, enum.Enum):
+            return type(default)(value)
+        if name == "devices":
+            return tuple(_kind(name, item, str) for item in value)
+        if name == "tensor_split":
+            return None if value is None else tuple(float(_kind(name, item, int | float)) for item in value)
+        return _kind(name, value, type(default))
+    except (TypeError, ValueError) as error:
+        if isinstance(error, PlacementInvalid):
+            raise
+        raise PlacementInvalid(name, value, "a value of the field's kind") from error
+
+
+def _kind(name: str, value: Any, kind: Any) -> Any:
+    """Refuse a value of another kind; a bool is no number here."""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise PlacementInvalid(name, value, f"of kind {getattr(kind, '__name__', kind)}")
+    return value
+
+
+def _shortened(text: str, *, limit: int = 60) -> str:
+    """Keep a long text from flooding an error message."""
+    return text if len(text) <= limit else text[:limit] + "..."
