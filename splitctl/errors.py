@@ -1,0 +1,239 @@
+"""Everything that splitctl raises; the class says whose fault it was, the message is built from the fields.
+
+A fallback is not here: it is a ``SwitchOutcome`` with a reason, because the session goes on serving.
+Every error keeps its fields as ``args``, so it crosses a process boundary (pickle) whole.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from splitctl.fingerprint import Difference
+    from splitctl.outcome import Reason
+
+_TAIL_LINES = 3
+
+
+class SplitctlError(Exception):
+    """The root of the package's errors; abstract, only its subclasses are raised."""
+
+    def __init__(self, *fields: object) -> None:
+        """Keep the fields as ``args``.
+
+        Args:
+            fields: what the subclass was built from, in the order of its parameters.
+
+        Raises:
+            TypeError: the root itself was built.
+        """
+        if type(self) is SplitctlError:
+            text = "SplitctlError is abstract: raise the subclass that says whose fault it was"
+            raise TypeError(text)
+        super().__init__(*fields)
+
+
+class Refused(SplitctlError):
+    """The request was judged and refused before anything was touched."""
+
+    def __init__(self, reasons: Sequence[Reason]) -> None:
+        """Build from the reasons.
+
+        Args:
+            reasons: at least one, the most important first.
+
+        Raises:
+            ValueError: a refusal without a reason.
+        """
+        self.reasons: tuple[Reason, ...] = tuple(reasons)
+        if not self.reasons:
+            text = "a refusal needs a reason"
+            raise ValueError(text)
+        super().__init__(self.reasons)
+
+    def __str__(self) -> str:
+        """Name every reason; nothing was touched."""
+        return "refused, nothing was touched: " + "; ".join(f"{one.text} [{one.code}]" for one in self.reasons)
+
+
+class Busy(SplitctlError):
+    """Another call holds the session: a switch, a decode past its timeout, or a callback calling back in."""
+
+    def __init__(self, what: str) -> None:
+        """Build from what holds the session.
+
+        Args:
+            what: the work under way, as a noun ("a switch to tensor").
+        """
+        self.what = what
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        """Name what holds the session."""
+        return f"the session is busy with {self.what}; try again when it has ended"
+
+
+class WorkerLost(SplitctlError):
+    """The process that held the model is gone, or stopped making progress and was ended."""
+
+    def __init__(self, pid: int, how: str, log_tail: Sequence[str]) -> None:
+        """Build from the process and its last words.
+
+        Args:
+            pid: process id it had.
+            how: what happened to it ("killed by SIGABRT", "exit status 1", "no progress for 60 s").
+            log_tail: its last lines on stderr, oldest first; may be empty.
+        """
+        self.pid = pid
+        self.how = how
+        self.log_tail: tuple[str, ...] = tuple(log_tail)
+        super().__init__(pid, how, self.log_tail)
+
+    def __str__(self) -> str:
+        """Name the process, what happened, and its last lines."""
+        said = " | ".join(line.strip() for line in self.log_tail[-_TAIL_LINES:])
+        return f"worker {self.pid} was lost ({self.how}); " + (f"it said last: {said}" if said else "it said nothing")
+
+
+class DeadlineExceeded(SplitctlError):
+    """Something did not end in the time that it was given."""
+
+    def __init__(self, what: str, timeout_s: float) -> None:
+        """Build from what was waited for.
+
+        Args:
+            what: what was waited for, as a noun ("the token boundary").
+            timeout_s: how long it was given, seconds.
+        """
+        self.what = what
+        self.timeout_s = timeout_s
+        super().__init__(what, timeout_s)
+
+    def __str__(self) -> str:
+        """Name what was waited for and for how long."""
+        return f"{self.what} did not come within {self.timeout_s:g} s; give it a longer timeout or end what holds it"
+
+
+class ConfigInvalid(SplitctlError):
+    """A value that the user gave cannot be used, whatever the model and the machine."""
+
+    def __init__(self, field: str, value: object, wanted: str) -> None:
+        """Build from the field.
+
+        Args:
+            field: its name as the user knows it ("tensor_split").
+            value: what was given.
+            wanted: what would be accepted, as a phrase ("at least 0").
+        """
+        self.field = field
+        self.value = value
+        self.wanted = wanted
+        super().__init__(field, value, wanted)
+
+    def __str__(self) -> str:
+        """Name the field, the value and what is wanted."""
+        return f"{self.field} is {self.value!r}; wanted: {self.wanted}"
+
+
+class CarryMismatch(SplitctlError):
+    """A sound carry that belongs to another model, adapter or cache layout than the session's."""
+
+    def __init__(self, differences: Sequence[Difference]) -> None:
+        """Build from every difference.
+
+        Args:
+            differences: at least one.
+
+        Raises:
+            ValueError: a mismatch without a difference.
+        """
+        self.differences: tuple[Difference, ...] = tuple(differences)
+        if not self.differences:
+            text = "a mismatch needs a difference"
+            raise ValueError(text)
+        super().__init__(self.differences)
+
+    def __str__(self) -> str:
+        """Name every difference with both values."""
+        told = "; ".join(f"{one.field}: carry {one.carried}, session {one.wanted}" for one in self.differences)
+        return f"the carry does not fit this session: {told}; open the session as the carry was made, or start afresh"
+
+
+class CarryDamaged(SplitctlError):
+    """The saved state is not what was sealed: damaged, cut short, or not a carry at all."""
+
+    def __init__(self, path: Path | None, why: str) -> None:
+        """Build from the place and what was found there.
+
+        Args:
+            path: the file; None for a carry in memory.
+            why: what was found and what was wanted.
+        """
+        self.path = path
+        self.why = why
+        super().__init__(path, why)
+
+    def __str__(self) -> str:
+        """Name the place and what was found."""
+        where = "the carry in memory" if self.path is None else str(self.path)
+        return f"{where} cannot be used as a carry: {self.why}; nothing was restored, use another copy or start afresh"
+
+
+class CarryNotWritten(SplitctlError):
+    """A carry could not be put on disk; whatever was at the path before is still there, whole."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        """Build from the place.
+
+        Args:
+            path: where it should have gone.
+            why: what stopped it ("No space left on device").
+        """
+        self.path = path
+        self.why = why
+        super().__init__(path, why)
+
+    def __str__(self) -> str:
+        """Name the place and what stopped the write."""
+        return f"no carry was written to {self.path}: {self.why}; what was there is untouched, name another place"
+
+
+class ModelFileFault(Enum):
+    """How a model file can be wrong."""
+
+    MISSING = "missing"
+    NOT_A_FILE = "not a file"
+    UNREADABLE = "unreadable"
+    EMPTY = "empty"
+    NOT_GGUF = "not a GGUF"
+    TRUNCATED = "truncated"
+    LIMIT = "over a limit"
+    BAD_VALUE = "bad value"
+    UNSUPPORTED = "unsupported"
+
+
+class BadModelFile(SplitctlError):
+    """The model file cannot be used."""
+
+    def __init__(self, path: Path, kind: ModelFileFault, detail: str, action: str) -> None:
+        """Build from the file and what is wrong with it.
+
+        Args:
+            path: the file.
+            kind: how it is wrong.
+            detail: what was found and what was wanted.
+            action: what to do next, as an imperative.
+        """
+        self.path = path
+        self.kind = kind
+        self.detail = detail
+        self.action = action
+        super().__init__(path, kind, detail, action)
+
+    def __str__(self) -> str:
+        """Name the file, the fault and the next action."""
+        return f"model file {self.path} is {self.kind.value}: {self.detail}; {self.action}"

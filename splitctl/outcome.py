@@ -1,0 +1,221 @@
+"""What a switch came to: one frozen object, told the same way by the API, the command line and the events.
+
+Law 4 of the switch lives in the types: requested and effective are two placements, each mode read from its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from splitctl.placement import Placement, SplitMode
+    from splitctl.switching.machine import Stage
+
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+"""What a JSON document can hold."""
+
+
+class SwitchStatus(Enum):
+    """How a switch ended."""
+
+    SWITCHED = "switched"
+    UNCHANGED = "unchanged"
+    FELL_BACK = "fell_back"
+    REFUSED = "refused"
+    CANCELLED = "cancelled"
+    PARKED = "parked"
+
+
+class Via(Enum):
+    """Who did the work: our sequence of library calls, or the library's own call."""
+
+    COMPOSED = "composed"
+    NATIVE = "native"
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One reason for a refusal or a fallback.
+
+    Args:
+        code: stable name for programs, in kebab case ("context-too-small").
+        text: one sentence for people, with the numbers.
+    """
+
+    code: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Time spent in each stage, ms; None where the stage did not run or the library hides it."""
+
+    quiescing: float | None = None
+    checking: float | None = None
+    saving: float | None = None
+    sealing: float | None = None
+    freeing: float | None = None
+    placing: float | None = None
+    building: float | None = None
+    restoring: float | None = None
+    proving: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePeak:
+    """The most memory that one device held during the switch.
+
+    Args:
+        index: position of the device in the placement, from 0.
+        device: its name in the library ("CUDA0").
+        n_bytes: peak over everything on the device; None where it cannot be asked.
+    """
+
+    index: int
+    device: str
+    n_bytes: int | None
+
+    def to_json(self) -> dict[str, Json]:
+        """Give the object of the contract.
+
+        Returns:
+            Keys index, device and bytes.
+        """
+        return {"index": self.index, "device": self.device, "bytes": self.n_bytes}
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchOutcome:
+    """What a switch came to.
+
+    Args:
+        status: how it ended.
+        requested_placement: what was asked for, never overwritten.
+        effective_placement: what the session serves in now; None when it is parked.
+        reason: one sentence; empty only for switched and unchanged.
+        reasons: each reason by itself.
+        stage: where it failed or was refused or cancelled; None when nothing went wrong.
+        confirmed: the first decode in the new mode has succeeded.
+        recomputed: the history was read again from its tokens: same positions, not the same bytes.
+        stages_ms: time of each stage, ms.
+        total_ms: the whole switch, ms.
+        fallback_ms: the part of it that went into falling back, ms; None when it did not.
+        state_bytes: size of the saved state, bytes; None when nothing was saved.
+        weight_bytes: size of the placed weights, bytes; None when nothing was placed.
+        n_sequences: sequences carried.
+        n_tokens: tokens carried, over all sequences.
+        conversions: what was converted in the carry, one phrase each.
+        via: who did the work.
+        peak_device_bytes: one entry a device.
+
+    Raises:
+        ValueError: the fields contradict each other.
+    """
+
+    status: SwitchStatus
+    requested_placement: Placement
+    effective_placement: Placement | None
+    reason: str = ""
+    reasons: tuple[Reason, ...] = ()
+    stage: Stage | None = None
+    confirmed: bool = False
+    recomputed: bool = False
+    stages_ms: StageTimes = StageTimes()
+    total_ms: float = 0.0
+    fallback_ms: float | None = None
+    state_bytes: int | None = None
+    weight_bytes: int | None = None
+    n_sequences: int = 0
+    n_tokens: int = 0
+    conversions: tuple[str, ...] = ()
+    via: Via = Via.COMPOSED
+    peak_device_bytes: tuple[DevicePeak, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse an outcome that would lie about itself."""
+        parked = self.status is SwitchStatus.PARKED
+        went_well = self.status in {SwitchStatus.SWITCHED, SwitchStatus.UNCHANGED}
+        wrong = ""
+        if parked != (self.effective_placement is None):
+            wrong = "a parked session serves in no placement, every other one serves in some"
+        elif self.status is SwitchStatus.SWITCHED and self.effective is not self.requested:
+            wrong = "a switch that succeeded serves in the requested mode"
+        elif not went_well and not self.reason:
+            wrong = "what did not succeed has a reason"
+        elif went_well and self.stage is not None:
+            wrong = "what succeeded failed at no stage"
+        elif self.confirmed and not went_well:
+            wrong = "only the requested placement can be confirmed"
+        if wrong:
+            text = f"contradiction in an outcome of status {self.status.value}: {wrong}"
+            raise ValueError(text)
+
+    @property
+    def requested(self) -> SplitMode:
+        """The split mode that was asked for."""
+        return self.requested_placement.mode
+
+    @property
+    def effective(self) -> SplitMode | None:
+        """The split mode that the session serves in; None when it is parked."""
+        return None if self.effective_placement is None else self.effective_placement.mode
+
+    def to_json(self) -> dict[str, Json]:
+        """Give the object of the contract, fit for ``json.dumps``.
+
+        Returns:
+            A fresh dictionary with every key of the contract, in its order.
+        """
+        return {
+            "status": self.status.value,
+            "requested": to_plain(self.requested),
+            "effective": to_plain(self.effective),
+            "requested_placement": to_plain(self.requested_placement),
+            "effective_placement": to_plain(self.effective_placement),
+            "confirmed": self.confirmed,
+            "recomputed": self.recomputed,
+            "reason": self.reason,
+            "reasons": to_plain(self.reasons),
+            "stage": to_plain(self.stage),
+            "stages_ms": to_plain(self.stages_ms),
+            "total_ms": self.total_ms,
+            "fallback_ms": self.fallback_ms,
+            "state_bytes": self.state_bytes,
+            "weight_bytes": self.weight_bytes,
+            "n_sequences": self.n_sequences,
+            "n_tokens": self.n_tokens,
+            "conversions": list(self.conversions),
+            "via": self.via.value,
+            "peak_device_bytes": [one.to_json() for one in self.peak_device_bytes],
+        }
+
+
+def to_plain(value: object) -> Json:
+    """Turn a value made of dataclasses, enums and tuples into what JSON can hold.
+
+    Args:
+        value: the value; an enum gives its value, a dataclass an object of its fields, a path its text.
+
+    Returns:
+        The same facts as JSON types; containers are fresh.
+
+    Raises:
+        TypeError: something in it has no JSON form.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Enum):
+        return to_plain(value.value)
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, tuple | list):
+        return [to_plain(one) for one in value]
+    if isinstance(value, dict):
+        return {str(key): to_plain(one) for key, one in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {one.name: to_plain(getattr(value, one.name)) for one in fields(value)}
+    text = f"{type(value).__name__} has no JSON form"
+    raise TypeError(text)

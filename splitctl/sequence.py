@@ -1,0 +1,160 @@
+"""A sequence as it travels: its tokens, the logits of its last decode, and how its next token is drawn."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from splitctl.errors import ConfigInvalid
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+RANDOM_SEED = 0xFFFFFFFF
+"""The seed that asks for a random one (llama.cpp's LLAMA_DEFAULT_SEED)."""
+
+_SEED_END = 1 << 32
+_I32_MAX = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerSpec:
+    """How the next token is chosen from logits; names and defaults are llama.cpp's.
+
+    Args:
+        temp: temperature; at or below 0 the largest logit is taken and nothing is drawn.
+        top_k: keep the k largest; at or below 0 keeps all.
+        top_p: keep the smallest set with this probability, 0 to 1; 1 keeps all.
+        min_p: keep what has at least this share of the largest probability, 0 to 1; 0 keeps all.
+        repeat_penalty: divides (or multiplies) the logits of recent tokens, above 0; 1 changes nothing.
+        repeat_last_n: tokens that count as recent; 0 none, -1 the whole context.
+        seed: start of the random draws, 0 to 2**32 - 1; ``RANDOM_SEED`` asks for a random one. A carry holds the one
+            that was really used.
+        stop: texts that end the generation; not part of the text.
+
+    Raises:
+        ConfigInvalid: a value is outside its range.
+    """
+
+    temp: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    repeat_last_n: int = 64
+    seed: int = RANDOM_SEED
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse values that the library would take and misuse."""
+        for name, value, fits, wanted in (
+            ("temp", self.temp, math.isfinite(self.temp), "a finite number"),
+            ("top_k", self.top_k, abs(self.top_k) <= _I32_MAX, "a 32-bit number"),
+            ("top_p", self.top_p, 0.0 <= self.top_p <= 1.0, "0 to 1"),
+            ("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "0 to 1"),
+            (
+                "repeat_penalty",
+                self.repeat_penalty,
+                math.isfinite(self.repeat_penalty) and self.repeat_penalty > 0.0,
+                "a finite number above 0",
+            ),
+            ("repeat_last_n", self.repeat_last_n, -1 <= self.repeat_last_n <= _I32_MAX, "-1 or more, 32 bits"),
+            ("seed", self.seed, 0 <= self.seed < _SEED_END, "0 to 4294967295"),
+            ("stop", self.stop, all(self.stop), "texts that are not empty"),
+        ):
+            if not fits:
+                raise ConfigInvalid(name, value, wanted)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the largest logit is taken without a draw."""
+        return self.temp <= 0.0
+
+
+def no_tokens() -> NDArray[np.int32]:
+    """Give an empty row of tokens.
+
+    Returns:
+        int32[0].
+    """
+    return np.empty(0, np.int32)
+
+
+def no_logits() -> NDArray[np.float32]:
+    """Give logits of no row.
+
+    Returns:
+        float32[0, 0].
+    """
+    return np.empty((0, 0), np.float32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceCarry:
+    """One sequence as it travels. Equality is identity; compare the arrays where equality of content is meant.
+
+    Args:
+        seq_id: its id in the context, from 0.
+        tokens: int32[n], everything delivered to the model or drawn from it, oldest first.
+        n_past: positions that the memory holds, from 0 to ``n_past - 1``: n, or n - 1 when the newest token has been
+            drawn and not decoded. For an encoder-decoder these are the decoder's.
+        logits: float32[n_outputs, n_vocab], C order: the rows of the last decode that belong to this sequence.
+        output_ids: int32[n_outputs], for each row its place in the batch of that decode.
+        sampler: how the next token is chosen.
+        accepted: int32[k], tokens that the sampler has been told, oldest first (penalties look back at them).
+        n_draws: random draws made since the seed was set.
+        encoder_tokens: int32[m], what the encoder read; empty for a model without one.
+
+    Lifetime: the arrays are borrowed as given; who mutates them breaks the seal.
+    """
+
+    seq_id: int
+    tokens: NDArray[np.int32]
+    n_past: int
+    logits: NDArray[np.float32]
+    output_ids: NDArray[np.int32]
+    sampler: SamplerSpec
+    accepted: NDArray[np.int32]
+    n_draws: int
+    encoder_tokens: NDArray[np.int32]
+
+    def problems(self) -> tuple[str, ...]:
+        """Say what contradicts itself, so that a carry read from anywhere can be judged by one rule.
+
+        Returns:
+            One phrase a contradiction; empty when the sequence is sound.
+        """
+        n_tokens = self.tokens.size
+        rows = (
+            ("seq_id is negative", self.seq_id < 0),
+            ("n_draws is negative", self.n_draws < 0),
+            (
+                f"{n_tokens} tokens want {n_tokens} or {n_tokens - 1} positions, n_past is {self.n_past}",
+                self.n_past not in {n_tokens, n_tokens - 1},
+            ),
+            ("n_past is negative", self.n_past < 0),
+            *(
+                (f"{name} is {array.dtype}{list(array.shape)}, wanted {wanted.__name__} of {n_dims} axes", True)
+                for name, array, wanted, n_dims in (
+                    ("tokens", self.tokens, np.int32, 1),
+                    ("logits", self.logits, np.float32, 2),
+                    ("output_ids", self.output_ids, np.int32, 1),
+                    ("accepted", self.accepted, np.int32, 1),
+                    ("encoder_tokens", self.encoder_tokens, np.int32, 1),
+                )
+                if array.dtype != wanted or array.ndim != n_dims
+            ),
+            (
+                f"{self.output_ids.size} output ids for {len(self.logits)} rows of logits",
+                self.output_ids.shape[:1] != self.logits.shape[:1],
+            ),
+            ("a token is negative", any(array.size and array.min() < 0 for array in self._token_rows())),
+            ("an output id is negative", bool(self.output_ids.size) and self.output_ids.min() < 0),
+        )
+        return tuple(text for text, is_wrong in rows if is_wrong)
+
+    def _token_rows(self) -> tuple[NDArray[np.int32], ...]:
+        return self.tokens, self.accepted, self.encoder_tokens
