@@ -1,0 +1,1 @@
+"""Talks to a libllama through cffi; knows its calls, not what state bytes mean."""

@@ -1,0 +1,1 @@
+"""Switches a running llama.cpp session from one split mode to another."""

@@ -1,0 +1,1 @@
+"""Knows the bytes of a llama.cpp state: bytes in, views or bytes out."""
