@@ -1,0 +1,195 @@
+"""Models made from metadata alone: the library creates every tensor that the architecture wants, a callback fills it.
+
+Source: llama_model_init_from_user in llama.h (builds from 2026.4 on). The head of ``struct ggml_tensor`` that is read
+here (type at 0, ne[4] at 16) has not moved since GGUF exists, and is checked against ``ggml_nelements`` for each tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from llama_native.errors import CallFailed, UnsupportedAbi
+
+if TYPE_CHECKING:
+    from llama_native.library import Library
+
+_NE_OFFSET = 16
+_N_DIMS = 4
+
+
+class MetaKind(Enum):
+    """Kinds of metadata values: name of the setter's suffix, number of the GGUF type, C type of an element."""
+
+    U8 = ("u8", 0, "uint8_t")
+    I8 = ("i8", 1, "int8_t")
+    U16 = ("u16", 2, "uint16_t")
+    I16 = ("i16", 3, "int16_t")
+    U32 = ("u32", 4, "uint32_t")
+    I32 = ("i32", 5, "int32_t")
+    F32 = ("f32", 6, "float")
+    BOOL = ("bool", 7, "bool")
+    STR = ("str", 8, "char *")
+    U64 = ("u64", 10, "uint64_t")
+    I64 = ("i64", 11, "int64_t")
+    F64 = ("f64", 12, "double")
+
+    @property
+    def suffix(self) -> str:
+        """The setter's suffix, which is also the name in recipes."""
+        return self.value[0]
+
+    @property
+    def gguf_type(self) -> int:
+        """The number of the type in a GGUF file."""
+        return self.value[1]
+
+    @property
+    def c_type(self) -> str:
+        """The C type of one element."""
+        return self.value[2]
+
+    @classmethod
+    def of(cls, suffix: str) -> MetaKind:
+        """Find a kind by its name in recipes.
+
+        Args:
+            suffix: for example "u32".
+
+        Returns:
+            The kind.
+
+        Raises:
+            ValueError: no such kind.
+        """
+        for kind in cls:
+            if kind.suffix == suffix:
+                return kind
+        text = f"no metadata kind is called {suffix!r}"
+        raise ValueError(text)
+
+
+Scalar = bool | int | float | str
+
+
+@dataclass(frozen=True, slots=True)
+class MetaValue:
+    """One key-value pair of a model's metadata; a tuple is an array of its kind."""
+
+    key: str
+    kind: MetaKind
+    value: Scalar | tuple[Scalar, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlot:
+    """A tensor that the architecture wants.
+
+    Args:
+        name: its name in a GGUF file.
+        dims: sizes, fastest first, without trailing ones.
+        type_id: the number of its ggml type.
+        n_bytes: size of its data, bytes.
+    """
+
+    name: str
+    dims: tuple[int, ...]
+    type_id: int
+    n_bytes: int
+
+
+Fill = Callable[[TensorSlot], "bytes | bytearray | memoryview | None"]
+"""Gives a tensor's data, exactly ``n_bytes`` of it, C order; None leaves it as it was allocated."""
+
+
+def create_tensors(library: Library, metadata: Sequence[MetaValue], fill: Fill | None = None) -> tuple[TensorSlot, ...]:
+    """Build a model from metadata, let each tensor be filled, and free the model again.
+
+    Args:
+        library: the open library.
+        metadata: every key that the architecture reads, ``general.architecture`` among them.
+        fill: gives each tensor's data; None: the tensors are only listed.
+
+    Returns:
+        Every tensor, in the library's order of creation.
+
+    Raises:
+        CapabilityMissing: the build cannot make models from metadata.
+        CallFailed: the library made no model; its log says why.
+        UnsupportedAbi: a tensor's head is not where it is known to be.
+        Exception: whatever ``fill`` raised, after the model has been freed.
+
+    Thread: holds the library's lock throughout; ``fill`` must not call the library (Reentered).
+    """
+    library.need("user-model")
+    slots: list[TensorSlot] = []
+    failures: list[BaseException] = []
+    with library.calling() as (ffi, lib):
+
+        def take(tensor: Any, _: object) -> None:  # noqa: ANN401 - a C pointer
+            if failures:
+                return
+            try:
+                slot = _read_slot(ffi, lib, tensor)
+                data = fill(slot) if fill is not None else None
+                if data is not None:
+                    _put(ffi, lib, tensor, slot, data)
+                slots.append(slot)
+            except BaseException as error:  # noqa: BLE001 - nothing may unwind through C; raised again below
+                failures.append(error)
+
+        callback = ffi.callback("void(struct ggml_tensor *, void *)", take)
+        gguf = lib.gguf_init_empty()
+        try:
+            for item in metadata:
+                _set_value(ffi, lib, gguf, item)
+            model = lib.llama_model_init_from_user(gguf, callback, ffi.NULL, lib.llama_model_default_params())
+            if model:
+                lib.llama_model_free(model)
+        finally:
+            lib.gguf_free(gguf)
+    if failures:
+        raise failures[0]
+    if not model:
+        raise CallFailed("llama_model_init_from_user", None, library.log.tail())
+    return tuple(slots)
+
+
+def _read_slot(ffi: Any, lib: Any, tensor: Any) -> TensorSlot:  # noqa: ANN401
+    """Read a tensor's name, type and sizes."""
+    ne = ffi.cast("int64_t *", ffi.cast("uint8_t *", tensor) + _NE_OFFSET)
+    dims = [int(ne[index]) for index in range(_N_DIMS)]
+    name = ffi.string(lib.ggml_get_name(tensor)).decode("utf-8")
+    n_elements = int(lib.ggml_nelements(tensor))
+    if min(dims) < 1 or math.prod(dims) != n_elements:
+        raise UnsupportedAbi(f"tensor {name} reads as {dims} for {n_elements} elements", "struct ggml_tensor with ne[4] at 16")
+    while len(dims) > 1 and dims[-1] == 1:
+        dims.pop()
+    type_id = int(ffi.cast("int32_t *", tensor)[0])
+    return TensorSlot(name, tuple(dims), type_id, int(lib.ggml_nbytes(tensor)))
+
+
+def _put(ffi: Any, lib: Any, tensor: Any, slot: TensorSlot, data: bytes | bytearray | memoryview) -> None:  # noqa: ANN401
+    """Copy data into a tensor, wherever it lives."""
+    view = memoryview(data).cast("B")
+    if len(view) != slot.n_bytes:
+        text = f"tensor {slot.name} takes {slot.n_bytes} bytes, {len(view)} were given"
+        raise ValueError(text)
+    lib.ggml_backend_tensor_set(tensor, ffi.from_buffer("uint8_t[]", view), 0, slot.n_bytes)
+
+
+def _set_value(ffi: Any, lib: Any, gguf: Any, item: MetaValue) -> None:  # noqa: ANN401
+    """Put one key-value pair into a GGUF context; the library copies it."""
+    key = item.key.encode("utf-8")
+    if not isinstance(item.value, tuple):
+        value = item.value.encode("utf-8") if isinstance(item.value, str) else item.value
+        getattr(lib, f"gguf_set_val_{item.kind.suffix}")(gguf, key, value)
+    elif item.kind is MetaKind.STR:
+        texts = [ffi.new("char[]", str(text).encode("utf-8")) for text in item.value]
+        lib.gguf_set_arr_str(gguf, key, ffi.new("const char *[]", texts), len(texts))
+    else:
+        elements = ffi.new(f"{item.kind.c_type}[]", list(item.value))
+        lib.gguf_set_arr_data(gguf, key, item.kind.gguf_type, elements, len(item.value))
