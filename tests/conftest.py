@@ -1,0 +1,131 @@
+"""What every test shares: the cache folder, the real model, and the rule that no skip goes unnoticed."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import platformdirs
+import pytest
+
+# Without it an abort of the library starts a debugger for a backtrace and takes seconds.
+os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+
+_TESTS = Path(__file__).parent
+
+hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)
+hypothesis.settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("deep", max_examples=5000, deadline=None)
+hypothesis.settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") == "true" else "dev")
+)
+
+
+@pytest.fixture(scope="session")
+def cache_dir() -> Path:
+    """The cache folder of splitctl: `models` and `builds` are in it."""
+    return Path(platformdirs.user_cache_dir("splitctl"))
+
+
+def _model(cache: Path, name: str) -> Path:
+    path = cache / "models" / f"{name}.gguf"
+    if not path.is_file():
+        pytest.skip(f"{path} is not there: run ci/model {name}")
+    return path
+
+
+@pytest.fixture(scope="session")
+def smollm2(cache_dir: Path) -> Path:
+    """The path of SmolLM2-135M-Instruct Q4_1 (`ci/model smollm2`)."""
+    return _model(cache_dir, "smollm2")
+
+
+@pytest.fixture(scope="session")
+def gemma3_270m(cache_dir: Path) -> Path:
+    """The path of Gemma 3 270M Q4_K_M (`ci/model gemma3-270m`)."""
+    return _model(cache_dir, "gemma3-270m")
+
+
+class SkipLedger:
+    """Counts skips and tells which of them no line of the list allows.
+
+    Args:
+        lines: Lines of `allowed_skips.txt`: `test id pattern | reason pattern`, blank, or a comment.
+    """
+
+    def __init__(self, lines: Iterator[str] | list[str]) -> None:
+        """Read the list.
+
+        Raises:
+            ValueError: A line has no `|`.
+        """
+        self._allowed: list[tuple[str, str]] = []
+        self.skips: list[tuple[str, str]] = []
+        for number, line in enumerate(lines, start=1):
+            text = line.strip()
+            if not text or text.startswith("#"):
+                continue
+            node, bar, reason = text.partition("|")
+            if not bar or not reason.strip():
+                message = f"allowed_skips.txt line {number}: found {text!r}, wanted 'test id pattern | reason pattern'"
+                raise ValueError(message)
+            self._allowed.append((node.strip(), reason.strip()))
+
+    def add(self, node: str, reason: str) -> None:
+        """Count one skip.
+
+        Args:
+            node: The id of the test, or the path of a module that skipped as a whole.
+            reason: Its words.
+        """
+        self.skips.append((node, reason.removeprefix("Skipped: ")))
+
+    def unexpected(self) -> list[tuple[str, str]]:
+        """The skips that no line allows, in the order they came."""
+        return [
+            (node, reason)
+            for node, reason in self.skips
+            if not any(
+                fnmatch.fnmatchcase(node, node_glob) and fnmatch.fnmatchcase(reason, reason_glob)
+                for node_glob, reason_glob in self._allowed
+            )
+        ]
+
+
+_ledger = SkipLedger((_TESTS / "allowed_skips.txt").read_text(encoding="utf-8").splitlines())
+
+
+def _note(report: pytest.TestReport | pytest.CollectReport) -> None:
+    # An expected failure is reported as skipped too, and is none.
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        _ledger.add(report.nodeid, reason)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Count a test that skipped."""
+    _note(report)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Count a module that skipped as a whole."""
+    _note(report)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a CI run that has a skip which nobody agreed to."""
+    if os.environ.get("CI") == "true" and _ledger.unexpected() and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the skips that are not on the list."""
+    unexpected = _ledger.unexpected()
+    if unexpected:
+        terminalreporter.section("skips that tests/allowed_skips.txt does not allow")
+        for node, reason in unexpected:
+            terminalreporter.write_line(f"{node}: {reason}")
