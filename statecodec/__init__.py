@@ -1,1 +1,81 @@
-"""Knows the bytes of a llama.cpp state: bytes in, views or bytes out."""
+"""Knows the bytes of a llama.cpp state: bytes in, views or bytes out.
+
+Main path: `parse(buffer)` finds the one sound meaning of the bytes (`layouts` says how they were written through the
+years, `sections` and `cells` read, `cursor` alone slices) -> `StateImage`, frozen views on the buffer ->
+`validate(image, facts)` -> `emit(image)`, the bytes again.
+
+No files, no library, no clock: whoever has a file maps it and hands the mapping in.
+"""
+
+from __future__ import annotations
+
+from statecodec.emit import Chunk, emit
+from statecodec.errors import (
+    Ambiguous,
+    BadField,
+    Inconsistent,
+    LimitExceeded,
+    NotRepresentable,
+    StateCodecError,
+    StateFormatError,
+    TrailingBytes,
+    Truncated,
+    UnknownVersion,
+)
+from statecodec.facts import ModelFacts
+from statecodec.image import (
+    AttentionSection,
+    Cells,
+    Columns,
+    Form,
+    OpaqueSection,
+    RecurrentLayer,
+    RecurrentSection,
+    Rotation,
+    Rows,
+    Section,
+    Span,
+    StateImage,
+    Stream,
+)
+from statecodec.layouts import Layout, SectionKind
+from statecodec.limits import DEFAULT_LIMITS, Limits
+from statecodec.parse import parse
+from statecodec.tensor_types import TensorType
+from statecodec.validate import validate
+
+__all__ = [
+    "DEFAULT_LIMITS",
+    "Ambiguous",
+    "AttentionSection",
+    "BadField",
+    "Cells",
+    "Chunk",
+    "Columns",
+    "Form",
+    "Inconsistent",
+    "Layout",
+    "LimitExceeded",
+    "Limits",
+    "ModelFacts",
+    "NotRepresentable",
+    "OpaqueSection",
+    "RecurrentLayer",
+    "RecurrentSection",
+    "Rotation",
+    "Rows",
+    "Section",
+    "SectionKind",
+    "Span",
+    "StateCodecError",
+    "StateFormatError",
+    "StateImage",
+    "Stream",
+    "TensorType",
+    "TrailingBytes",
+    "Truncated",
+    "UnknownVersion",
+    "emit",
+    "parse",
+    "validate",
+]

@@ -1,0 +1,87 @@
+"""Writing: an image as the bytes that the library writes for it, in chunks, without copying a tensor."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+from statecodec.cells import pack_cells
+from statecodec.image import (
+    AttentionSection,
+    Columns,
+    OpaqueSection,
+    RecurrentSection,
+    Rows,
+    Section,
+    StateImage,
+    Stream,
+)
+
+Chunk = bytes | memoryview
+
+
+def emit(image: StateImage) -> Iterator[Chunk]:
+    """The bytes of a state.
+
+    Args:
+        image: a sound image; see `validate`.
+
+    Returns:
+        Chunks to be written one after the other: small packed headers, and views on the tensors.
+
+    Lifetime:
+        The views borrow the buffer that the image borrows.
+    """
+    name = image.architecture.encode("ascii")
+    yield struct.pack("<I", len(name)) + name
+    for section in image.sections:
+        yield from _section(section)
+
+
+def _section(section: Section) -> Iterator[Chunk]:
+    match section:
+        case AttentionSection():
+            yield struct.pack("<I", len(section.streams))
+            for stream in section.streams:
+                if stream is None:
+                    yield struct.pack("<I", 0)
+                else:
+                    yield from _stream(stream)
+        case RecurrentSection():
+            yield from _recurrent(section)
+        case OpaqueSection():
+            yield section.data
+
+
+def _stream(stream: Stream) -> Iterator[Chunk]:
+    yield struct.pack("<I", len(stream.cells))
+    yield pack_cells(stream.cells)
+    yield struct.pack("<II", stream.v_trans, len(stream.keys))
+    if stream.rotation is not None:
+        yield struct.pack("<II", stream.rotation.k, stream.rotation.v)
+    for keys in stream.keys:
+        yield from _rows(keys)
+    for values in stream.values:
+        if isinstance(values, Columns):
+            yield struct.pack("<iII", values.kind, values.element_bytes, values.n_values)
+            yield values.data
+        else:
+            yield from _rows(values)
+
+
+def _rows(rows: Rows) -> Iterator[Chunk]:
+    yield struct.pack("<iQ", rows.kind, rows.row_bytes)
+    yield rows.data
+
+
+def _recurrent(section: RecurrentSection) -> Iterator[Chunk]:
+    yield struct.pack("<I", len(section.cells))
+    yield pack_cells(section.cells)
+    yield struct.pack("<II", 0, section.n_layer)
+    for layer in section.layers:
+        yield from _rows(layer.r)
+        if layer.history is not None:
+            yield struct.pack("<Q", layer.history.row_bytes)
+            yield layer.history.data
+    for layer in section.layers:
+        yield from _rows(layer.s)

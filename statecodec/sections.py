@@ -1,0 +1,383 @@
+"""Readers of the memory's parts: each gives every sound reading at a place, best first, one at a time.
+
+The grammar is ambiguous by bytes (behind a section without V, or a recurrent one, the next section can look like one
+more layer), so nothing here is greedy: a reading that leads nowhere later is simply followed by the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from statecodec.cells import CellRule, min_cell_bytes, read_cells
+from statecodec.cursor import Cursor
+from statecodec.errors import BadField, Inconsistent, LimitExceeded, StateFormatError, TrailingBytes, Truncated
+from statecodec.image import (
+    AttentionSection,
+    Cells,
+    Columns,
+    OpaqueSection,
+    RecurrentLayer,
+    RecurrentSection,
+    Rotation,
+    Rows,
+    Section,
+    Stream,
+)
+from statecodec.layouts import OPAQUE_MAGICS, ROTATION_MIN_BLOCK, Grammar, SectionKind
+from statecodec.limits import Limits
+from statecodec.tensor_types import TYPE_TABLE, TYPES_BY_ID, TensorType
+
+_SECTION_MIN_BYTES = 8
+
+
+@dataclass(slots=True)
+class Failures:
+    """Keeps the failure that got furthest: the best guess at what is wrong when no reading survives."""
+
+    best: StateFormatError | None = None
+    _depth: tuple[int, int] = (-1, -1)
+
+    def note(self, error: StateFormatError, *, stage: int = 0, depth: int | None = None) -> None:
+        """Keep `error` if it got further than what is kept.
+
+        Args:
+            error: the failure.
+            stage: 0 while reading, 1 for a law over a reading that consumed everything.
+            depth: how far it got, in bytes; its own offset unless said.
+        """
+        reached = (stage, error.offset if depth is None else depth)
+        if reached > self._depth:
+            self.best = error
+            self._depth = reached
+
+
+@dataclass(slots=True)
+class Trial:
+    """One attempt to read a state by one grammar.
+
+    Args:
+        grammar: the choices made.
+        limits: upper bounds.
+        patterns: orders of sections that are accepted.
+        failures: where failures are noted; shared by all attempts.
+        n_seq_min: fewest sequences of an attention cell.
+        recurrent_seq: fewest and most sequences of a recurrent cell.
+        n_steps: alternatives tried so far.
+    """
+
+    grammar: Grammar
+    limits: Limits
+    patterns: tuple[tuple[SectionKind, ...], ...]
+    failures: Failures
+    recurrent_seq: tuple[int, int]
+    n_steps: int = 0
+    _cells: dict[tuple[int, int], tuple[Cells, int]] = field(default_factory=dict)
+
+    def step(self, offset: int) -> None:
+        """Count one alternative.
+
+        Raises:
+            LimitExceeded: too many were tried.
+        """
+        self.n_steps += 1
+        if self.n_steps > self.limits.n_steps:
+            raise LimitExceeded(offset, "memory sections", "too many ways to read", f"{self.limits.n_steps} steps")
+
+    def cells(self, cursor: Cursor, count: int, rule: CellRule, where: str) -> Cells:
+        """Read cells, once per place: the alternatives that follow share them."""
+        key = (cursor.offset, rule.ext_bytes)
+        known = self._cells.get(key)
+        if known is None:
+            cells = read_cells(cursor, count, rule, self.limits, where)
+            self._cells[key] = (cells, cursor.offset)
+            return cells
+        cells, end = known
+        cursor.skip(end - cursor.offset, where)
+        return cells
+
+
+def read_sections(trial: Trial, cursor: Cursor, done: tuple[SectionKind, ...] = ()) -> Iterator[tuple[Section, ...]]:
+    """Every way to read the rest of the bytes as sections.
+
+    Args:
+        trial: the attempt.
+        cursor: where the next section starts; not moved.
+        done: kinds of the sections before it.
+
+    Returns:
+        The sections of each way that consumes every byte.
+    """
+    kinds = dict.fromkeys(pattern[len(done)] for pattern in trial.patterns if _continues(pattern, done))
+    if not cursor.remaining:
+        if done in trial.patterns:
+            yield ()
+        else:
+            wanted = "one of: " + ", ".join(kind.value for kind in kinds)
+            trial.failures.note(Truncated(cursor.offset, f"section {len(done)}", "the end of the bytes", wanted))
+        return
+    trial.step(cursor.offset)
+    if not kinds or cursor.remaining < _SECTION_MIN_BYTES:
+        error = TrailingBytes(cursor.offset, "end of the state", f"{cursor.remaining} bytes more", "the end")
+        trial.failures.note(error)
+        return
+    for kind in kinds:
+        for section, after in _READERS[kind](trial, cursor, f"section {len(done)}"):
+            for rest in read_sections(trial, after, (*done, kind)):
+                yield (section, *rest)
+    if done in trial.patterns:
+        # Junk behind a whole state fails in the first words of a section that is not there.
+        error = TrailingBytes(cursor.offset, "end of the state", f"{cursor.remaining} bytes more", "the end")
+        trial.failures.note(error, depth=cursor.offset + _SECTION_MIN_BYTES)
+
+
+def _continues(pattern: tuple[SectionKind, ...], done: tuple[SectionKind, ...]) -> bool:
+    return len(pattern) > len(done) and pattern[: len(done)] == done
+
+
+def _read_attention(trial: Trial, cursor: Cursor, where: str) -> Iterator[tuple[Section, Cursor]]:
+    for has_v in (True, False):
+        after = cursor.fork()
+        try:
+            section = _attention(trial, after, where, has_v=has_v)
+        except StateFormatError as error:
+            trial.failures.note(error)
+            continue
+        yield section, after
+        if not section.n_layers:
+            # Without layers there is no V to be there or not: the second reading would be the same.
+            return
+
+
+def _attention(trial: Trial, cursor: Cursor, where: str, *, has_v: bool) -> AttentionSection:
+    start = cursor.offset
+    n_streams = cursor.count(f"{where} n_stream", trial.limits.n_streams, item_bytes=4)
+    if not n_streams:
+        raise BadField(start, f"{where} n_stream", n_streams, "1 or more")
+    streams: list[Stream | None] = []
+    model: Stream | None = None
+    for index in range(n_streams):
+        stream = _stream(trial, cursor, f"{where} stream {index}", has_v=has_v)
+        if stream is not None:
+            if model is None:
+                model = stream
+            elif shape_of(stream) != shape_of(model):
+                found, wanted = shape_of(stream), shape_of(model)
+                raise Inconsistent(stream.offset, f"{where} stream {index} shape", found, f"{wanted}, as before")
+        streams.append(stream)
+    ext_bytes = 0 if model is None else model.cells.ext_bytes
+    return AttentionSection(start, ext_bytes, tuple(streams))
+
+
+def shape_of(stream: Stream) -> tuple[object, ...]:
+    """What every stream of a section must have in common."""
+    keys = tuple((rows.kind.name, rows.row_bytes) for rows in stream.keys)
+    values = tuple((layer.kind.name, layer.n_values) for layer in stream.values)
+    return (stream.v_trans, stream.rotation, keys, values)
+
+
+def _stream(trial: Trial, cursor: Cursor, where: str, *, has_v: bool) -> Stream | None:
+    start = cursor.offset
+    limits = trial.limits
+    rule = CellRule(trial.grammar.ext_bytes, 1, limits.n_seq)
+    count = cursor.count(f"{where} cell count", limits.n_cells, item_bytes=min_cell_bytes(rule))
+    if not count:
+        return None
+    cells = trial.cells(cursor, count, rule, where)
+    at = cursor.offset
+    v_trans = cursor.u32(f"{where} v_trans")
+    if v_trans > 1:
+        raise BadField(at, f"{where} v_trans", v_trans, "0 or 1")
+    n_layers = cursor.count(f"{where} n_layer", limits.n_layers)
+    rotation = _rotation(cursor, where) if trial.grammar.has_rotation else None
+    keys = tuple(_rows(cursor, count, f"{where} layer {i} K", limits) for i in range(n_layers))
+    values: tuple[Rows, ...] | tuple[Columns, ...] = ()
+    if has_v and v_trans:
+        values = tuple(_columns(cursor, count, f"{where} layer {i} V", limits) for i in range(n_layers))
+    elif has_v:
+        values = tuple(_rows(cursor, count, f"{where} layer {i} V", limits) for i in range(n_layers))
+    return Stream(start, cells, bool(v_trans), rotation, keys, values)
+
+
+def _rotation(cursor: Cursor, where: str) -> Rotation:
+    def block(name: str) -> int:
+        at = cursor.offset
+        size = cursor.u32(f"{where} {name}")
+        if size and (size < ROTATION_MIN_BLOCK or size & (size - 1)):
+            raise BadField(at, f"{where} {name}", size, f"0 or a power of two from {ROTATION_MIN_BLOCK} on")
+        return size
+
+    return Rotation(block("rot_k"), block("rot_v"))
+
+
+def _kind(cursor: Cursor, where: str) -> TensorType:
+    at = cursor.offset
+    number = cursor.i32(f"{where} type")
+    kind = TYPES_BY_ID.get(number)
+    if kind is None:
+        raise BadField(at, f"{where} type", number, "one of " + ", ".join(str(known) for known in TYPES_BY_ID))
+    return kind
+
+
+def _rows(cursor: Cursor, n_cells: int, where: str, limits: Limits, *, may_be_empty: bool = False) -> Rows:
+    start = cursor.offset
+    kind = _kind(cursor, where)
+    size = _row_size(cursor, where, kind, limits, may_be_empty=may_be_empty)
+    return Rows(start, kind, size, cursor.span(n_cells * size, f"{where} rows"))
+
+
+def _row_size(cursor: Cursor, where: str, kind: TensorType, limits: Limits, *, may_be_empty: bool) -> int:
+    at = cursor.offset
+    size = cursor.u64(f"{where} row bytes")
+    if size > limits.row_bytes:
+        raise LimitExceeded(at, f"{where} row bytes", size, f"at most {limits.row_bytes}")
+    block = TYPE_TABLE[kind].block_bytes
+    if size % block or not (size or may_be_empty):
+        raise Inconsistent(at, f"{where} row bytes", size, f"a multiple of {block}, as the type {kind.name} has it")
+    return size
+
+
+def _columns(cursor: Cursor, n_cells: int, where: str, limits: Limits) -> Columns:
+    start = cursor.offset
+    kind = _kind(cursor, where)
+    info = TYPE_TABLE[kind]
+    if info.is_quantized:
+        raise Inconsistent(start, f"{where} type", kind.name, "a plain type, as transposed V has single values")
+    at = cursor.offset
+    element_bytes = cursor.u32(f"{where} element bytes")
+    if element_bytes != info.block_bytes:
+        raise Inconsistent(at, f"{where} element bytes", element_bytes, f"{info.block_bytes} for {kind.name}")
+    at = cursor.offset
+    n_values = cursor.count(f"{where} n_embd_v", limits.row_bytes // element_bytes)
+    if not n_values:
+        raise BadField(at, f"{where} n_embd_v", n_values, "1 or more")
+    return Columns(start, kind, n_values, cursor.span(n_values * n_cells * element_bytes, f"{where} values"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """One entry of a chain of recurrent rows, with the place behind it."""
+
+    rows: Rows
+    history: Rows | None
+    after: Cursor
+
+
+def _read_recurrent(trial: Trial, cursor: Cursor, where: str) -> Iterator[tuple[Section, Cursor]]:
+    try:
+        start = cursor.offset
+        head = cursor.fork()
+        limits = trial.limits
+        # A recurrent cell never has the extra record, whatever attention cells of the same model have.
+        rule = CellRule(0, *trial.recurrent_seq)
+        count = head.count(f"{where} cell count", limits.n_cells, item_bytes=min_cell_bytes(rule))
+        cells = trial.cells(head, count, rule, where)
+        at = head.offset
+        s_trans = head.u32(f"{where} s_trans")
+        if s_trans:
+            raise BadField(at, f"{where} s_trans", s_trans, "0, as no library writes S transposed")
+        n_layer = head.count(f"{where} n_layer", limits.n_layers)
+    except StateFormatError as error:
+        trial.failures.note(error)
+        return
+    for chain, after in _chains(trial, head, count, n_layer, where):
+        for layers, end in _split(trial, chain, after, count, n_layer, where):
+            yield RecurrentSection(start, cells, n_layer, layers), end
+
+
+def _chains(
+    trial: Trial, cursor: Cursor, count: int, n_layer: int, where: str
+) -> Iterator[tuple[tuple[_Link, ...], Cursor]]:
+    """Every longest chain of R rows of one type and size, with and without second histories."""
+    pending: list[tuple[tuple[_Link, ...], Cursor]] = [((), cursor)]
+    while pending:
+        chain, place = pending.pop()
+        trial.step(place.offset)
+        grown = list(_grow(trial, chain, place, count, where)) if len(chain) < 2 * n_layer else []
+        if grown:
+            pending.extend(((*chain, link), link.after) for link in reversed(grown))
+        else:
+            yield chain, place
+
+
+def _grow(trial: Trial, chain: tuple[_Link, ...], place: Cursor, count: int, where: str) -> Iterator[_Link]:
+    """The next R rows, without and then with a second history behind them."""
+    name = f"{where} recurrent layer {len(chain)}"
+    try:
+        after = place.fork()
+        rows = _rows(after, count, f"{name} R", trial.limits, may_be_empty=True)
+        if chain:
+            _same(rows, chain[0].rows, f"{name} R")
+    except StateFormatError as error:
+        trial.failures.note(error)
+        return
+    yield _Link(rows, None, after)
+    if not trial.grammar.has_history:
+        return
+    try:
+        behind = after.fork()
+        start = behind.offset
+        size = _row_size(behind, f"{name} history", rows.kind, trial.limits, may_be_empty=False)
+        history = Rows(start, rows.kind, size, behind.span(count * size, f"{name} history"))
+        first = next((link.history for link in chain if link.history is not None), None)
+        if first is not None:
+            _same(history, first, f"{name} history")
+    except StateFormatError as error:
+        trial.failures.note(error)
+        return
+    yield _Link(rows, history, behind)
+
+
+def _same(rows: Rows, first: Rows, where: str) -> None:
+    """All layers of a recurrent memory have rows of one type and size."""
+    if (rows.kind, rows.row_bytes) != (first.kind, first.row_bytes):
+        found = f"{rows.kind.name} rows of {rows.row_bytes} bytes"
+        raise Inconsistent(rows.offset, where, found, f"{first.kind.name} rows of {first.row_bytes} bytes")
+
+
+def _split(
+    trial: Trial, chain: tuple[_Link, ...], after: Cursor, count: int, n_layer: int, where: str
+) -> Iterator[tuple[tuple[RecurrentLayer, ...], Cursor]]:
+    """Every way to see a chain as R rows of k layers that S rows of the same k layers follow.
+
+    When S has another type or size than R the chain is all of R. When it has the same, the chain holds both halves,
+    and perhaps one entry more that is really the start of the next section.
+    """
+    if len(chain) <= n_layer:
+        try:
+            end = after.fork()
+            states: list[Rows] = []
+            for index in range(len(chain)):
+                rows = _rows(end, count, f"{where} recurrent layer {index} S", trial.limits, may_be_empty=True)
+                if states:
+                    _same(rows, states[0], f"{where} recurrent layer {index} S")
+                states.append(rows)
+        except StateFormatError as error:
+            trial.failures.note(error)
+        else:
+            yield tuple(RecurrentLayer(link.rows, link.history, s) for link, s in zip(chain, states, strict=True)), end
+    for k in sorted({len(chain) // 2, (len(chain) - 1) // 2} - {len(chain), -1}, reverse=True):
+        halves = chain[:k], chain[k : 2 * k]
+        if k and not any(link.history for link in halves[1]):
+            pairs = zip(*halves, strict=True)
+            yield tuple(RecurrentLayer(r.rows, r.history, s.rows) for r, s in pairs), halves[1][-1].after.fork()
+
+
+def _read_opaque(trial: Trial, cursor: Cursor, where: str) -> Iterator[tuple[Section, Cursor]]:
+    after = cursor.fork()
+    start = after.offset
+    magic = after.u32(f"{where} magic")
+    name = OPAQUE_MAGICS.get(magic)
+    if name is None:
+        known = ", ".join(f"{number:#x}" for number in OPAQUE_MAGICS)
+        trial.failures.note(BadField(start, f"{where} magic", f"{magic:#x}", known))
+        return
+    whole = cursor.fork()
+    yield OpaqueSection(start, name, whole.span(whole.remaining, where)), whole
+
+
+_READERS: dict[SectionKind, Callable[[Trial, Cursor, str], Iterator[tuple[Section, Cursor]]]] = {
+    SectionKind.ATTENTION: _read_attention,
+    SectionKind.RECURRENT: _read_recurrent,
+    SectionKind.OPAQUE: _read_opaque,
+}

@@ -1,0 +1,148 @@
+"""The laws that a state keeps: against itself, and against what is known of the model.
+
+`parse` applies both to every reading, so an image that came out of it is sound; `validate` applies them again to an
+image whose facts became known later or that was made by a change.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from statecodec.errors import Inconsistent
+from statecodec.facts import NO_FACTS, ModelFacts
+from statecodec.image import AttentionSection, Cells, Columns, OpaqueSection, RecurrentSection, Rows, StateImage
+from statecodec.tensor_types import TensorType
+
+
+def validate(image: StateImage, facts: ModelFacts | None = None) -> None:
+    """Check an image against itself and, where given, against the model and context.
+
+    Raises:
+        StateFormatError: a law is broken; nothing of the image may be given to the library then.
+    """
+    check_laws(image)
+    check_facts(image, NO_FACTS if facts is None else facts)
+
+
+def check_laws(image: StateImage) -> None:
+    """Laws that need nothing but the image.
+
+    Raises:
+        Inconsistent: the sections hold cells but no layer at all, or a cell repeats a (sequence, position).
+    """
+    held = [section for section in image.sections if not isinstance(section, OpaqueSection)]
+    if any(section.n_cells for section in held) and not any(section.n_layers for section in held):
+        raise Inconsistent(held[0].offset, "layers of all sections", 0, "at least one layer where there are cells")
+    for index, section in enumerate(image.sections):
+        if isinstance(section, AttentionSection):
+            for number, stream in section.filled():
+                # Several parts of an image may share a position; only the extra record tells them apart.
+                if not section.ext_bytes:
+                    _check_unique(stream.cells, f"section {index} stream {number}")
+        elif isinstance(section, RecurrentSection):
+            _check_single(section.cells, f"section {index}")
+
+
+def _check_unique(cells: Cells, where: str) -> None:
+    ids, positions = cells.pairs()
+    keys = (ids.astype(np.int64) << 32) | positions
+    # A cache is mostly written in order, and then no sort is needed.
+    steps = np.diff(keys)
+    if bool(np.all(steps > 0)):
+        return
+    unique, counts = np.unique(keys, return_counts=True)
+    if len(unique) != len(keys):
+        key = int(unique[np.flatnonzero(counts > 1)[0]])
+        found = f"sequence {key >> 32} at position {key & 0xFFFFFFFF} twice"
+        raise Inconsistent(cells.offset, f"{where} cells", found, "each position of a sequence once")
+
+
+def _check_single(cells: Cells, where: str) -> None:
+    unique, counts = np.unique(cells.seq_ids, return_counts=True)
+    if len(unique) != len(cells.seq_ids):
+        seq_id = int(unique[np.flatnonzero(counts > 1)[0]])
+        found = f"sequence {seq_id} in two cells"
+        raise Inconsistent(cells.offset, f"{where} cells", found, "one recurrent cell for each sequence")
+
+
+def check_facts(image: StateImage, facts: ModelFacts) -> None:
+    """Laws that compare an image with what is known.
+
+    Raises:
+        Inconsistent: the state belongs to another model or context.
+    """
+    if facts.architecture is not None:
+        _expect(4, "architecture name", image.architecture, facts.architecture)
+    if facts.sections is not None:
+        kinds = tuple(section.kind.value for section in image.sections)
+        _expect(image.n_bytes, "sections", kinds, facts.sections)
+    if facts.versions is not None and not image.versions & facts.versions:
+        _expect(0, "session version", sorted(image.versions), sorted(facts.versions))
+    for index, section in enumerate(image.sections):
+        if isinstance(section, AttentionSection):
+            _check_attention(section, facts, f"section {index}")
+        elif isinstance(section, RecurrentSection):
+            _check_recurrent(section, facts, f"section {index}")
+    first = next((section for section in image.sections if isinstance(section, AttentionSection)), None)
+    if first is not None:
+        _check_first_attention(first, facts)
+
+
+def _expect(offset: int, what: str, found: object, wanted: object) -> None:
+    if found != wanted:
+        raise Inconsistent(offset, what, found, wanted)
+
+
+def _at_most(offset: int, what: str, found: int, bound: int | None) -> None:
+    if bound is not None and found > bound:
+        raise Inconsistent(offset, what, found, f"at most {bound}")
+
+
+def _check_ids(cells: Cells, facts: ModelFacts, where: str) -> None:
+    if facts.n_seq_max is not None and len(cells.seq_ids):
+        _at_most(cells.offset, f"{where} sequence id", int(cells.seq_ids.max()), facts.n_seq_max - 1)
+
+
+def _check_attention(section: AttentionSection, facts: ModelFacts, where: str) -> None:
+    _at_most(section.offset, f"{where} cells", section.n_cells, facts.n_ctx)
+    _at_most(section.offset, f"{where} layers", section.n_layers or 0, facts.n_layer)
+    if facts.n_stream is not None:
+        _expect(section.offset, f"{where} n_stream", len(section.streams), facts.n_stream)
+    for number, stream in section.filled():
+        place = f"{where} stream {number}"
+        _check_ids(stream.cells, facts, place)
+        if facts.has_ext is not None:
+            _expect(stream.cells.offset, f"{place} extra record", section.ext_bytes > 0, facts.has_ext)
+        if facts.v_trans is not None and stream.values:
+            _expect(stream.offset, f"{place} v_trans", stream.v_trans, facts.v_trans)
+        _check_types(stream.keys, facts.type_k, f"{place} K")
+        _check_types(stream.values, facts.type_v, f"{place} V")
+
+
+def _check_types(layers: tuple[Rows | Columns, ...], wanted: TensorType | None, where: str) -> None:
+    if wanted is not None:
+        for index, layer in enumerate(layers):
+            _expect(layer.offset, f"{where} type of layer {index}", layer.kind.name, wanted.name)
+
+
+def _check_recurrent(section: RecurrentSection, facts: ModelFacts, where: str) -> None:
+    _check_ids(section.cells, facts, where)
+    if facts.n_layer is not None:
+        _at_most(section.offset, f"{where} n_layer", section.n_layer, facts.n_layer)
+    _at_most(section.offset, f"{where} cells", section.n_cells, facts.n_seq_max)
+
+
+def _check_first_attention(section: AttentionSection, facts: ModelFacts) -> None:
+    """Facts about rows are of the main cache, which comes first."""
+    for number, stream in section.filled():
+        place = f"section 0 stream {number}"
+        if facts.has_v is not None and stream.keys:
+            _expect(stream.offset, f"{place} V", bool(stream.values), facts.has_v)
+        if facts.n_embd_k is not None:
+            _expect(stream.offset, f"{place} values of K rows", _widths(stream.keys), facts.n_embd_k)
+        if facts.n_embd_v is not None and stream.values:
+            _expect(stream.offset, f"{place} values of V rows", _widths(stream.values), facts.n_embd_v)
+
+
+def _widths(layers: tuple[Rows | Columns, ...]) -> tuple[int, ...]:
+    return tuple(layer.n_values for layer in layers)
