@@ -519,7 +519,7 @@ class Effects(RuleBasedStateMachine):
             assert self.placed is None
             assert self.sealed == self.history
             self.placed = state.requested if command is Command.PLACE else state.original
-            elif command in {Command.BUILD, Command.BUILD_OLD}:
+        elif command in {Command.BUILD, Command.BUILD_OLD}:
             assert self.placed is not None
             self.context = (self.placed, -1)
         elif command in {Command.RESTORE, Command.RESTORE_OLD}:
@@ -537,7 +537,7 @@ class Effects(RuleBasedStateMachine):
             assert self.context[1] == self.history
         elif command is Command.RECOMPUTE:
             assert state.original is not None
-                self.placed = state.original
+            self.placed = state.original
             self.context = (state.original, self.history)
         elif command is Command.PARK:
             self.parked = True
