@@ -114,7 +114,7 @@ def create_tensors(library: Library, metadata: Sequence[MetaValue], fill: Fill |
         fill: gives each tensor's data; None: the tensors are only listed.
 
     Returns:
-        Every tensor, in the library's order of creation.
+        Every tensor by its first creation, in the library's order.
 
     Raises:
         CapabilityMissing: the build cannot make models from metadata.
@@ -125,7 +125,8 @@ def create_tensors(library: Library, metadata: Sequence[MetaValue], fill: Fill |
     Thread: holds the library's lock throughout; ``fill`` must not call the library (Reentered).
     """
     library.need("user-model")
-    slots: list[TensorSlot] = []
+    # Some tensors are created once for each layer under one name (rope_freqs): all are filled, one is listed.
+    slots: dict[str, TensorSlot] = {}
     failures: list[BaseException] = []
     with library.calling() as (ffi, lib):
 
@@ -137,7 +138,7 @@ def create_tensors(library: Library, metadata: Sequence[MetaValue], fill: Fill |
                 data = fill(slot) if fill is not None else None
                 if data is not None:
                     _put(ffi, lib, tensor, slot, data)
-                slots.append(slot)
+                slots.setdefault(slot.name, slot)
             except BaseException as error:  # noqa: BLE001 - nothing may unwind through C; raised again below
                 failures.append(error)
 
@@ -155,7 +156,7 @@ def create_tensors(library: Library, metadata: Sequence[MetaValue], fill: Fill |
         raise failures[0]
     if not model:
         raise CallFailed("llama_model_init_from_user", None, library.log.tail())
-    return tuple(slots)
+    return tuple(slots.values())
 
 
 def _read_slot(ffi: Any, lib: Any, tensor: Any) -> TensorSlot:  # noqa: ANN401

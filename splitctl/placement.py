@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from splitctl.errors import ConfigInvalid
+
 #: What `type_k` and `type_v` may be.  Source: `kv_cache_types` in llama.cpp's common/arg.cpp.
 KV_TYPES: tuple[str, ...] = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 
@@ -46,20 +48,8 @@ class FlashAttn(enum.Enum):
     OFF = "off"
 
 
-class PlacementInvalid(ValueError):
-    """A placement that no model and no build could mean.
-
-    Attributes:
-        field: the placement's field at fault.
-        found: what was given.
-        wanted: what would be accepted.
-    """
-
-    def __init__(self, field: str, found: object, wanted: str) -> None:
-        self.field = field
-        self.found = found
-        self.wanted = wanted
-        super().__init__(f"{field} is {found!r}; it must be {wanted}")
+class PlacementInvalid(ConfigInvalid):
+    """A placement that no model and no build could mean; the message names field, value and what is wanted."""
 
 
 def parse_tensor_split(text: str, *, max_shares: int = MAX_SHARES) -> tuple[float, ...] | None:

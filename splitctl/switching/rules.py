@@ -1,0 +1,410 @@
+"""Whether a placement can be asked of a model, a build and a session: decided before anything is freed.
+
+Laws:
+    1. Pure: the same facts give the same findings; nothing is read, asked or tried here.
+    2. Every finding names the fact, the limit and the way out.
+    3. What a try in a child process saw wins over the tables, in both directions. ALiBi is the exception: its wrong
+       logits can pass a comparison, so it stays refused on several devices until a build proves right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from splitctl.facts import ModelFacts
+from splitctl.outcome import Reason
+from splitctl.placement import FlashAttn, Placement, SplitMode
+from splitctl.probing.verdicts import ProbeVerdict, Verdict
+from splitctl.switching import tables
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing to say about a placement.
+
+    Args:
+        code: stable name for programs.
+        text: one sentence with the fact, the limit and the way out.
+        blocking: whether the placement is refused for it; otherwise it is a warning.
+        settled_by_probe: whether a try in a child process can lift it.
+    """
+
+    code: str
+    text: str
+    blocking: bool = True
+    settled_by_probe: bool = False
+
+    @property
+    def reason(self) -> Reason:
+        """The finding as an outcome carries it."""
+        return Reason(self.code, self.text)
+
+
+@dataclass(frozen=True, slots=True)
+class BuildFacts:
+    """What is known about the library.
+
+    Args:
+        version: package and version, as discovery found them.
+        tensor_mode: whether the build has the mode at all.
+        max_devices: entries of a tensor split.
+    """
+
+    version: str
+    tensor_mode: bool = True
+    max_devices: int = 16
+
+    @property
+    def number(self) -> int | None:
+        """llama.cpp's build number, where the version tells it."""
+        return tables.build_number(self.version)
+
+    @property
+    def measured(self) -> bool:
+        """Whether the tables were filled by watching this build."""
+        return tables.is_measured(self.version)
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What is known about the machine.
+
+    Args:
+        devices: names of the library's devices, in its order, with their kind ("cpu", "gpu", "igpu", "accel", "meta").
+        mem_available: MemAvailable of the host, bytes; None when it is not known.
+    """
+
+    devices: Mapping[str, str]
+    mem_available: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFacts:
+    """What the session holds.
+
+    Args:
+        tokens: tokens held by each sequence in use, by sequence id.
+        state_bytes: size that the library gives for the state, bytes; None before it was asked.
+        pending_copy: a sequence copy that no decode has applied yet.
+        pending_shift: a context shift that no decode has applied yet.
+        sealed_bytes: room that is mapped for the carry already, bytes.
+    """
+
+    tokens: Mapping[int, int]
+    state_bytes: int | None = None
+    pending_copy: bool = False
+    pending_shift: bool = False
+    sealed_bytes: int = 0
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens held, over all sequences."""
+        return sum(self.tokens.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One question, with everything that the rules look at."""
+
+    current: Placement | None
+    target: Placement
+    facts: ModelFacts
+    build: BuildFacts
+    host: HostFacts
+    session: SessionFacts
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """The devices that the target uses."""
+        if self.target.devices:
+            return self.target.devices
+        return tuple(name for name, kind in self.host.devices.items() if kind != "cpu")
+
+    @property
+    def n_active(self) -> int:
+        """Devices that get a share."""
+        shares = self.target.tensor_split
+        n_devices = len(self.device_names)
+        if shares is None:
+            return n_devices
+        return sum(1 for share in shares[:n_devices] if share > 0)
+
+    @property
+    def flash(self) -> FlashAttn:
+        """Flash attention as it would be: an unnamed choice keeps the session's."""
+        if self.target.flash_attn is FlashAttn.AUTO and self.current is not None:
+            return self.current.flash_attn
+        return self.target.flash_attn
+
+    @property
+    def quantized(self) -> tuple[str, ...]:
+        """The cache types that are quantized."""
+        return tuple(one for one in (self.target.type_k, self.target.type_v) if one in tables.QUANTIZED_CACHE_TYPES)
+
+    def known(self, code: str, text: str) -> Finding:
+        """Make a finding that comes from a table, so that a try can lift it."""
+        return Finding(code, text, settled_by_probe=True)
+
+
+def check(
+    current: Placement | None,
+    target: Placement,
+    facts: ModelFacts,
+    build: BuildFacts,
+    host: HostFacts,
+    session: SessionFacts,
+    probe: ProbeVerdict | None = None,
+) -> tuple[Finding, ...]:
+    """Judge a target.
+
+    Args:
+        current: where the session serves; None for a session that is opening.
+        target: where it shall serve.
+        facts: the model.
+        build: the library.
+        host: the machine.
+        session: what the session holds.
+        probe: what a try of the target in a child process saw; None or inconclusive when nothing is known.
+
+    Returns:
+        Findings, blocking ones first; the placement is refused when one is blocking.
+    """
+    case = _Case(current, target, facts, build, host, session)
+    found = [finding for rule in _RULES for finding in rule(case)]
+    if probe is not None and probe.verdict is not Verdict.INCONCLUSIVE:
+        found = list(_settled(found, probe, target))
+    return tuple(sorted(found, key=lambda finding: not finding.blocking))
+
+
+def refused(findings: Iterable[Finding]) -> tuple[Reason, ...]:
+    """Give the reasons of a refusal.
+
+    Args:
+        findings: from `check`.
+
+    Returns:
+        Those of the blocking ones; empty when the placement may be tried.
+    """
+    return tuple(finding.reason for finding in findings if finding.blocking)
+
+
+def worth_a_try(findings: Iterable[Finding]) -> bool:
+    """Tell whether a try in a child process can still change the answer.
+
+    Args:
+        findings: from `check` without a verdict.
+
+    Returns:
+        False when something blocks that no try can lift.
+    """
+    return all(finding.settled_by_probe or not finding.blocking for finding in findings)
+
+
+def check_context_shift(placement: Placement) -> tuple[Finding, ...]:
+    """Judge a context shift of a running session.
+
+    Args:
+        placement: where it serves.
+
+    Returns:
+        A blocking finding in tensor mode: libllama says it can, and aborts at the next decode.
+    """
+    if placement.mode is not SplitMode.TENSOR:
+        return ()
+    text = (
+        "a context shift in tensor mode makes libllama abort at the next decode (ggml-backend-meta.cpp, "
+        "i_start == n_nodes); switch to layer mode first, or open the session with a larger context"
+    )
+    return (Finding("context-shift-in-tensor-mode", text),)
+
+
+def _settled(found: list[Finding], probe: ProbeVerdict, target: Placement) -> Iterator[Finding]:
+    """Let a try's verdict stand over what the tables say."""
+    for finding in found:
+        if not (finding.settled_by_probe and finding.blocking and probe.verdict is Verdict.OK):
+            yield finding
+    if probe.verdict is not Verdict.OK:
+        text = f"a try of {target.describe()} in a child process came to: {probe.verdict.value} ({probe.why}); stay in another mode"
+        yield Finding(f"probe-{probe.verdict.value}", text)
+
+
+def _devices(case: _Case) -> Iterator[Finding]:
+    """Devices that exist, shares that fit them, a main device among them."""
+    names = ", ".join(case.host.devices) or "none"
+    for name in dict.fromkeys(case.target.devices):
+        if name not in case.host.devices:
+            yield Finding("unknown-device", f"device {name!r} is not among this library's devices ({names}); name one of them")
+    n_devices, mode = len(case.device_names), case.target.mode
+    if mode is SplitMode.TENSOR and n_devices == 0:
+        text = f"tensor mode takes no CPU device unless it is named, and the devices are {names}; name them, as in --device CPU,CPU"
+        yield Finding("no-device", text)
+    limit = min(case.build.max_devices, n_devices or case.build.max_devices)
+    shares = case.target.tensor_split
+    if shares is not None and len(shares) > limit:
+        text = f"the tensor split has {len(shares)} shares for {limit} device(s); give one share a device at most"
+        yield Finding("tensor-split-too-long", text)
+    if len(case.target.devices) > case.build.max_devices:
+        text = f"{len(case.target.devices)} devices are named and this build takes {case.build.max_devices}; name fewer"
+        yield Finding("too-many-devices", text)
+    if case.target.main_gpu >= max(n_devices, 1):
+        text = f"main device {case.target.main_gpu} is named and there are {n_devices} (counted from 0); name one of them"
+        yield Finding("main-gpu-out-of-range", text)
+
+
+def _mode(case: _Case) -> Iterator[Finding]:
+    """Modes that the build has, architectures that it takes in them."""
+    target, facts = case.target, case.facts
+    if target.mode is SplitMode.ROW:
+        text = "row mode is deprecated: CPU and newer CUDA builds refuse it, others act as layer mode; use layer or tensor"
+        yield case.known("row-mode", text)
+    if target.mode is not SplitMode.TENSOR:
+        return
+    if not case.build.tensor_mode:
+        yield Finding("no-tensor-mode", f"this libllama ({case.build.version}) has no tensor mode; use a newer one")
+        return
+    fault = tables.tensor_fault(facts.architecture, case.build.number)
+    if fault is not None:
+        text = f"architecture {facts.architecture} does not run in tensor mode here: {fault}; use layer mode"
+        yield case.known("architecture-in-tensor-mode", text)
+    if facts.max_alibi_bias > 0 and case.n_active > 1:
+        text = (
+            f"architecture {facts.architecture} uses ALiBi (bias {facts.max_alibi_bias:g}), which gives wrong logits "
+            f"silently in tensor mode on {case.n_active} devices; use layer mode, or one device"
+        )
+        yield Finding("alibi-in-tensor-mode", text)
+
+
+def _tensor_heads(case: _Case) -> Iterator[Finding]:
+    """Head counts that tensor mode can cut."""
+    facts, target = case.facts, case.target
+    heads = facts.least_head_kv
+    if target.mode is not SplitMode.TENSOR or heads == 0:
+        return
+    if heads == 1 and facts.has_k_norm:
+        text = (
+            "the model has one KV head and norms over keys or queries: in tensor mode libllama aborts at the first "
+            "batch of one token (ggml-backend-meta.cpp, src_ss[0].axis); use layer mode"
+        )
+        yield case.known("k-norm-with-one-kv-head", text)
+    if heads == 1 and case.quantized:
+        text = (
+            f"the model has one KV head and the cache is {target.type_k}/{target.type_v}: in tensor mode libllama aborts "
+            "at the first decode (unsupported split of mul_mat); use an f16 cache or layer mode"
+        )
+        yield case.known("quantized-cache-with-one-kv-head", text)
+    if case.n_active > heads:
+        text = f"{case.n_active} devices share {heads} KV head(s), which some builds abort on or answer wrongly; use {heads} device(s)"
+        yield Finding("more-devices-than-kv-heads", text, blocking=not case.build.measured, settled_by_probe=True)
+    elif case.n_active and heads % case.n_active:
+        text = f"{heads} KV heads do not divide over {case.n_active} devices; the shares are rounded to whole heads"
+        yield Finding("uneven-kv-heads", text, blocking=False)
+
+
+def _cache(case: _Case) -> Iterator[Finding]:
+    """Cache types, residency and flash attention."""
+    target, facts, flash = case.target, case.facts, case.flash
+    tensor = target.mode is SplitMode.TENSOR
+    if tensor and flash is FlashAttn.OFF:
+        yield Finding("flash-attention-off", "tensor mode needs flash attention and it is off; turn it on, or use layer mode")
+    if tensor and not target.offload_kqv and facts.has_memory:
+        text = "tensor mode with the cache on the host makes libllama die in the first decode; leave out -nkvo, or use layer mode"
+        yield case.known("cache-on-host-in-tensor-mode", text)
+    if facts.equal_cache_types and target.type_k != target.type_v:
+        text = f"this model's K and V caches must have one type, asked are {target.type_k} and {target.type_v}; name the same twice"
+        yield Finding("unequal-cache-types", text)
+    if flash is FlashAttn.OFF and target.type_v in tables.QUANTIZED_CACHE_TYPES:
+        text = f"a V cache of {target.type_v} needs flash attention and it is off; turn it on, or use f16"
+        yield Finding("quantized-v-without-flash-attention", text)
+    if flash is not FlashAttn.OFF:
+        for what, kind, width in (("K", target.type_k, facts.n_embd_head_k), ("V", target.type_v, facts.n_embd_head_v)):
+            if kind in tables.QUANTIZED_CACHE_TYPES and width % tables.CACHE_BLOCK_VALUES:
+                text = f"heads of {width} values do not fill blocks of {tables.CACHE_BLOCK_VALUES}, so the {what} cache cannot be {kind}; use f16"
+                yield Finding("cache-type-does-not-fit-heads", text)
+    number = case.build.number
+    if tensor and not case.build.measured and (number is None or number < tables.FULL_CACHE_TYPES_SINCE):
+        for kind in sorted({target.type_k, target.type_v} - tables.EARLY_TENSOR_CACHE_TYPES):
+            text = f"builds before {tables.FULL_CACHE_TYPES_SINCE} assert on a {kind} cache in tensor mode; use q8_0 or f16"
+            yield case.known("cache-type-in-tensor-mode", text)
+
+
+def _room(case: _Case) -> Iterator[Finding]:
+    """Room in the target for what the session holds."""
+    target, held = case.target, case.session.tokens
+    last = max(held, default=-1)
+    if last >= target.n_seq_max:
+        text = f"sequence {last} is in use and the context would hold {target.n_seq_max}; raise -np to {last + 1}"
+        yield Finding("too-few-sequences", text)
+    n_ctx = target.n_ctx or case.facts.n_ctx_train
+    if not n_ctx or not held:
+        return
+    if target.kv_unified or target.n_seq_max == 1:
+        have, room, whose = case.session.n_tokens, n_ctx, "the session holds"
+    else:
+        have, room, whose = max(held.values()), n_ctx // target.n_seq_max, "a sequence holds"
+    if have > room and case.facts.has_memory and not case.facts.is_recurrent:
+        text = f"{whose} {have} tokens and the context would have room for {room}; ask for a context of {n_ctx // room * have if room else have} or more"
+        yield Finding("context-too-small", text)
+
+
+def _conversion(case: _Case) -> Iterator[Finding]:
+    """Differences in layout, for which the carry would have to be rewritten."""
+    if case.current is None or case.facts.is_recurrent or not case.facts.has_memory:
+        return
+    current, target = case.current, case.target
+    needed = [
+        f"{what} cache from {old} to {new}"
+        for what, old, new in (("K", current.type_k, target.type_k), ("V", current.type_v, target.type_v))
+        if old != new
+    ]
+    if case.flash is not current.flash_attn:
+        needed.append(f"flash attention from {current.flash_attn.value} to {case.flash.value}")
+    if _streams(current) != _streams(target):
+        needed.append(f"{_streams(current)} stream(s) of cells to {_streams(target)}")
+    for what in needed:
+        yield Finding("needs-conversion", f"needs conversion: {what}; keep it as it is, or start afresh in the target")
+
+
+def _streams(placement: Placement) -> int:
+    """Memory streams of a placement's context."""
+    return 1 if placement.kv_unified else placement.n_seq_max
+
+
+def _quiet(case: _Case) -> Iterator[Finding]:
+    """Nothing may be in flight when the state is taken."""
+    for pending, what in ((case.session.pending_copy, "copy"), (case.session.pending_shift, "shift")):
+        if pending:
+            text = f"a sequence {what} has not been applied yet, and the state would not hold it; decode one token first"
+            yield Finding(f"pending-{what}", text)
+
+
+def _memory(case: _Case) -> Iterator[Finding]:
+    """The host must hold the carry, and the largest tensor while it is placed."""
+    available = case.host.mem_available
+    if available is None or case.current is None or not case.session.tokens:
+        return
+    current = case.current
+    state = case.session.state_bytes
+    if state is None:
+        state = case.facts.state_bytes(
+            case.session.n_tokens, current.type_k, current.type_v, n_sequences=len(case.session.tokens)
+        )
+    wanted = max(state - case.session.sealed_bytes, 0) + case.facts.largest_tensor_bytes
+    if wanted > available:
+        text = (
+            f"the carry ({state} bytes) and the largest tensor ({case.facts.largest_tensor_bytes} bytes) need {wanted} "
+            f"more bytes of host memory and {available} are available; end other programs, or shorten the session"
+        )
+        yield Finding("not-enough-host-memory", text)
+
+
+_RULES: tuple[Callable[[_Case], Iterator[Finding]], ...] = (
+    _devices,
+    _mode,
+    _tensor_heads,
+    _cache,
+    _room,
+    _conversion,
+    _quiet,
+    _memory,
+)

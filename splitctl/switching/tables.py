@@ -1,0 +1,135 @@
+"""What builds are known to do with split modes: data for `rules`.
+
+A table says where to look, it is no truth: builds outside `MEASURED` are tried in a child process, and what the child
+saw wins over every row here, in both directions (ALiBi excepted, see `rules`).
+
+Source: llm_arch_supports_sm_tensor in llama-arch.cpp of llama-cpp-python 0.3.36; a sweep of 198 dummy models of 146
+architectures over xllamacpp 2026.10.11549 on CPU devices, each mode and layout in its own child.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+#: Build numbers and package versions whose answers below were seen, not inferred.
+MEASURED = frozenset({"11549", "0.3.36"})
+
+_NUMBER = re.compile(r"\.(\d{4,6})$")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Architectures with one fault in tensor mode.
+
+    Args:
+        architectures: GGUF names.
+        what: what the build does with them, as a phrase.
+        fixed_in: number of the first build known to be free of it; None while none is.
+    """
+
+    architectures: frozenset[str]
+    what: str
+    fixed_in: int | None = None
+
+
+#: Architectures that cannot run in tensor mode, with what happens.
+TENSOR_ARCHITECTURES: tuple[Row, ...] = (
+    Row(
+        frozenset(
+            {
+                "grok",
+                "mpt",
+                "plamo2",
+                "minicpm3",
+                "gemma3n",
+                "mamba",
+                "mamba2",
+                "jamba",
+                "falcon-h1",
+                "olmo2",
+                "olmoe",
+                "deepseek2",
+                "deepseek32",
+                "hy_v4",
+                "dots3note",
+                "glm-dsa",
+                "bitnet",
+                "t5",
+                "nemotron_h",
+                "nemotron_h_moe",
+                "granitehybrid",
+                "minimax-01",
+                "minimax-m2",
+                "minimax-m3",
+                "mistral4",
+                "kimi-linear",
+                "bailingmoe3",
+                "kimi-k3",
+                "glm5-next",
+                "qwen3tts",
+            }
+        ),
+        "libllama refuses it when the model loads",
+    ),
+    Row(frozenset({"qwen4exp"}), "libllama refuses it when the model loads", fixed_in=11549),
+    Row(
+        frozenset({"rwkv6", "rwkv7", "arwkv7", "rwkv6qwen2", "t5encoder"}),
+        "libllama aborts when the model loads (llama-model.cpp, suffix_fallback)",
+    ),
+    Row(
+        frozenset({"chameleon", "jina-bert-v2"}),
+        "libllama aborts at the first decode (ggml-backend-meta.cpp, unsupported split of a norm)",
+    ),
+)
+
+#: Cache types that tensor mode takes before `FULL_CACHE_TYPES_SINCE`; the others assert when the context is made.
+EARLY_TENSOR_CACHE_TYPES = frozenset({"f32", "f16", "bf16", "q8_0", "q4_0"})
+FULL_CACHE_TYPES_SINCE = 11549
+
+#: Cache types that come in blocks of 32 values.
+QUANTIZED_CACHE_TYPES = frozenset({"q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"})
+CACHE_BLOCK_VALUES = 32
+
+
+def build_number(version: str) -> int | None:
+    """Find llama.cpp's build number in a package's version.
+
+    Args:
+        version: for example "xllamacpp 2026.10.11549" or "0.11739".
+
+    Returns:
+        The number; None where the package counts in its own way (llama-cpp-python).
+    """
+    found = _NUMBER.search(version.strip())
+    return int(found[1]) if found else None
+
+
+def is_measured(version: str) -> bool:
+    """Tell whether the tables were filled by watching this build.
+
+    Args:
+        version: as for `build_number`.
+
+    Returns:
+        True for a build of `MEASURED`.
+    """
+    number = build_number(version)
+    return (str(number) if number else version.strip().split(" ")[-1]) in MEASURED
+
+
+def tensor_fault(architecture: str, number: int | None) -> str | None:
+    """Look an architecture up.
+
+    Args:
+        architecture: its GGUF name.
+        number: the build's number; None when it is not known.
+
+    Returns:
+        What the build does with it in tensor mode; None when no row names it.
+    """
+    for row in TENSOR_ARCHITECTURES:
+        fixed = row.fixed_in is not None and number is not None and number >= row.fixed_in
+        if architecture in row.architectures and not fixed:
+            return row.what
+    return None
