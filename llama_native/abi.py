@@ -1,75 +1,36 @@
 """Which struct layout a library has, found out from what it writes and believed from nobody. Pure.
 
 Laws:
-    1. A layout is data: a fragment of C in ``cdefs/`` and the values that real builds of it answer in ``data/layouts.json``.
+    1. A layout is data: a fragment of C in ``cdefs/``, and in ``data/layouts.json`` the values that real builds answer.
     2. The library's default structs decide. Every byte of every known field must have been written, no byte behind the
        struct, and every field must hold the value that this layout's builds give it; pointers and callbacks are NULL.
-       Padding may be written or not.
+       Padding may be written or not; behind the last field it must be zero.
     3. Exactly one known layout fits, or the library is refused with what was found and where the nearest one differs.
     4. The structs of one library come from one time: layouts that were never current together are refused.
 
-How the bytes are got: on x86-64 a large struct is returned through a hidden first pointer, so the default functions can be
-called as ``void *f(void *out)`` on a large buffer, filled with 0xA5 and then with 0x5A; what is equal in both was written.
-Elsewhere only the values of a by-value return are at hand (:meth:`Observed.from_values`), and law 2 is checked on values alone.
+How the bytes are got: on x86-64 a large struct is returned through a hidden first pointer, so the default functions can
+be called as ``void *f(void *out)`` on a large buffer, filled with 0xA5 and then with 0x5A; what is equal in both was
+written. Elsewhere only the values of a by-value return are at hand (:meth:`Observed.from_values`), and law 2 is checked
+on values alone.
 """
 
 from __future__ import annotations
 
-import functools
-import json
 import math
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
-from typing import Any
 
-from llama_native import declarations
-from llama_native.declarations import Field, StructLayout
+from llama_native.declarations import StructLayout
 from llama_native.errors import UnsupportedAbi
+from llama_native.layouts import STRUCTS, Answer, KnownLayout, catalogue, known_layouts
 
 FILLS = (0xA5, 0x5A)
 """The two bytes that a probing caller fills its buffers with."""
 
-_STRUCTS = {"model": "llama_model_params", "context": "llama_context_params", "batch": "llama_batch"}
 _MAX_SHOWN = 4
 _OLD_FREE, _NEW_FREE = "llama_free_model", "llama_model_free"
 _FORK_SYMBOLS = ("llama_set_offload_policy",)
 _NEXT_ACTION = "use one of the builds named, or make a profile for this one with tools/make_profile.py"
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What one function wrote into a caller's buffer.
-
-    ``values``: the buffer's bytes. ``written``: per byte, whether the library wrote it; None where that cannot be known.
-    """
-
-    values: bytes
-    written: tuple[bool, ...] | None
-
-    @classmethod
-    def from_fills(cls, first: bytes, second: bytes) -> Answer:
-        """Compare two runs over differently filled buffers.
-
-        Args:
-            first: the buffer that was filled with ``FILLS[0]``; empty where the function is absent.
-            second: the buffer that was filled with ``FILLS[1]``, of the same length.
-
-        Returns:
-            The values, and as written every byte that is equal in both.
-
-        Raises:
-            ValueError: the lengths differ.
-        """
-        return cls(first, tuple(a == b for a, b in zip(first, second, strict=True)))
-
-    @property
-    def extent(self) -> int | None:
-        """Bytes up to the last written one; None where that cannot be known."""
-        if self.written is None:
-            return None
-        return max((index + 1 for index, was in enumerate(self.written) if was), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,46 +82,6 @@ class Observed:
 
 
 @dataclass(frozen=True, slots=True)
-class KnownLayout:
-    """One layout of one struct, with the values that its builds answer."""
-
-    kind: str
-    name: str
-    layout: StructLayout
-    cdef: str
-    defaults: Mapping[str, float | str | None]
-    """Field -> the value it must have; None is a NULL pointer; "positive" and "given" (a pointer) are rules."""
-    builds: tuple[int | None, int | None]
-    """Lowest and highest llama.cpp build number that was seen with it; None where not known."""
-    seen_in: tuple[str, ...]
-
-    def differences(self, answer: Answer) -> tuple[str, ...]:
-        """Tell in what a library's answer is not this layout.
-
-        Args:
-            answer: what the library wrote.
-
-        Returns:
-            One phrase a difference, offsets in bytes; empty where it fits.
-        """
-        found: list[str] = []
-        extent = answer.extent
-        if extent is not None and not self.layout.end <= extent <= self.layout.size:
-            found.append(f"{extent} bytes are written, not {_range(self.layout.end, self.layout.size)}")
-        if extent is not None and any(answer.values[self.layout.end : min(extent, self.layout.size)]):
-            found.append(f"what is written behind its last field, at offset {self.layout.end}, is not zero")
-        for field in self.layout.fields:
-            difference = _field_difference(field, self.defaults[field.name], answer)
-            if difference:
-                found.append(difference)
-        return tuple(found)
-
-    def describe(self) -> str:
-        """Return one phrase that names the layout and builds that have it."""
-        return f"{self.layout.name} {self.name} ({self.layout.size} bytes: {', '.join(self.seen_in)})"
-
-
-@dataclass(frozen=True, slots=True)
 class Profile:
     """How to talk to a library: the layouts of the structs that cross the boundary and what its age implies."""
 
@@ -186,102 +107,9 @@ class Profile:
         return frozenset(field.name for field in self.context.fields)
 
 
-@dataclass(frozen=True, slots=True)
-class _Combination:
-    """One row of the table of profiles."""
-
-    name: str
-    layouts: Mapping[str, str]
-    penalties_take_n_vocab: bool
-    exports: tuple[str, ...]
-    refused: str
-    seen_in: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Catalogue:
-    layouts: Mapping[str, tuple[KnownLayout, ...]]
-    combinations: tuple[_Combination, ...]
-
-
-def _range(low: int, high: int) -> str:
-    return str(low) if low == high else f"{low} to {high}"
-
-
-def _field_difference(field: Field, wanted: float | str | None, answer: Answer) -> str:
-    where = f"{field.name} at offset {field.offset}"
-    if field.end > len(answer.values):
-        return f"{where} lies behind what was returned"
-    if answer.written is not None and not all(answer.written[field.offset : field.end]):
-        return f"{where} is not written"
-    (value,) = struct.unpack_from(f"={_struct_code(field)}", answer.values, field.offset)
-    shown = "NULL" if field.code == "P" and not value else hex(value) if field.code == "P" else f"{value:g}"
-    if _fits(value, wanted):
-        return ""
-    return f"{where} is {shown}, not {'NULL' if wanted is None else wanted}"
-
-
-def _struct_code(field: Field) -> str:
-    if field.code in {"P", "N"}:
-        return "Q" if field.size == 8 else "I"
-    return "B" if field.code == "?" else field.code
-
-
-def _fits(value: float, wanted: float | str | None) -> bool:
-    if wanted is None:
-        return value == 0
-    if wanted == "positive":
-        return 0 < value < 2**16
-    if wanted == "given":
-        return value != 0
-    return not isinstance(wanted, str) and math.isfinite(value) and value == wanted
-
-
-@functools.cache
-def _catalogue() -> _Catalogue:
-    package = resources.files("llama_native")
-    data: dict[str, Any] = json.loads(package.joinpath("data", "layouts.json").read_text(encoding="utf-8"))
-    layouts = {}
-    for kind, struct_name in _STRUCTS.items():
-        known = []
-        for row in data["layouts"][kind]:
-            header = f"{struct_name.removeprefix('llama_')}_{row['name']}.h"
-            cdef = package.joinpath("cdefs", header).read_text(encoding="utf-8")
-            low, high = row["builds"]
-            layout = declarations.struct_layout(cdef, struct_name, pointer_size=struct.calcsize("P"))
-            known.append(
-                KnownLayout(kind, row["name"], layout, cdef, row["defaults"], (low, high), tuple(row["seen_in"]))
-            )
-        layouts[kind] = tuple(known)
-    combinations = tuple(
-        _Combination(
-            name=row["name"],
-            layouts={kind: row[kind] for kind in _STRUCTS},
-            penalties_take_n_vocab=row["penalties_take_n_vocab"],
-            exports=tuple(row["exports"]),
-            refused=row["refused"],
-            seen_in=tuple(row["seen_in"]),
-        )
-        for row in data["profiles"]
-    )
-    return _Catalogue(layouts, combinations)
-
-
-def known_layouts(kind: str) -> tuple[KnownLayout, ...]:
-    """List the known layouts of one struct, oldest first.
-
-    Args:
-        kind: "model", "context" or "batch".
-
-    Returns:
-        The layouts.
-    """
-    return _catalogue().layouts[kind]
-
-
 def supported_builds() -> tuple[str, ...]:
     """List the builds that a session accepts, oldest first."""
-    return tuple(build for row in _catalogue().combinations if not row.refused for build in row.seen_in)
+    return tuple(build for row in catalogue().combinations if not row.refused for build in row.seen_in)
 
 
 def identify(observed: Observed) -> Profile:
@@ -304,7 +132,7 @@ def identify(observed: Observed) -> Profile:
     }
     rows = [
         row
-        for row in _catalogue().combinations
+        for row in catalogue().combinations
         if all(row.layouts[kind] == layout.name for kind, layout in found.items())
         and observed.exports.issuperset(row.exports)
     ]
@@ -343,14 +171,15 @@ def _refuse_fork(observed: Observed) -> None:
         if size and not batch.layout.end <= size <= batch.layout.size:
             marks.append(f"its llama_batch has {size} bytes where llama.cpp's has {batch.layout.size}")
         raise UnsupportedAbi(
-            f"it looks like a fork of llama.cpp, such as ik_llama.cpp, or a build older than 2025: it {' and '.join(marks)}",
+            "it looks like a fork of llama.cpp, such as ik_llama.cpp, or a build older than 2025: it "
+            + " and ".join(marks),
             "a fork shares names with llama.cpp but not structs",
             f"use a llama.cpp build: {', '.join(supported_builds())}",
         )
 
 
 def _match(kind: str, answer: Answer) -> KnownLayout:
-    struct_name = _STRUCTS[kind]
+    struct_name = STRUCTS[kind]
     function = "llama_batch_get_one" if kind == "batch" else f"llama_{kind}_default_params"
     if not answer.values:
         raise UnsupportedAbi(f"it exports no {function}", f"without it the layout of {struct_name} cannot be seen")
@@ -386,7 +215,7 @@ def _between(found: Mapping[str, KnownLayout]) -> Profile:
     """Accept layouts that were never seen together when their times can have met, and refuse them otherwise."""
     dated = {kind: layout for kind, layout in found.items() if kind != "batch"}
     windows = [_window(layout) for layout in dated.values()]
-    accepted = [row for row in _catalogue().combinations if not row.refused]
+    accepted = [row for row in catalogue().combinations if not row.refused]
     met = max(low for low, _ in windows) < min(high for _, high in windows)
     current = all(any(row.layouts[kind] == layout.name for row in accepted) for kind, layout in dated.items())
     if not (met and current):

@@ -269,7 +269,7 @@ def prototypes(text: str) -> dict[str, tuple[Prototype, ...]]:
 
 def _slot(text: str, *, named: bool) -> Slot:
     depth = text.count("*") + text.count("[")
-    words = [word for word in _IDENTIFIER.findall(text.split("[")[0]) if word not in _KEYWORDS]
+    words = [word for word in _IDENTIFIER.findall(text.split("[", maxsplit=1)[0]) if word not in _KEYWORDS]
     if named and len(words) > 1:
         words.pop()
     return Slot(" ".join(words) or "int", depth)

@@ -1,6 +1,6 @@
 """Which libllama to use: an ordered list of candidates, each with the reason it is taken or passed over.
 
-Order: an explicit path; LLAMA_NATIVE_LIB; LLAMA_CPP_LIB_PATH; installed packages; LD_LIBRARY_PATH and the system's folders.
+Order: an explicit path; LLAMA_NATIVE_LIB; LLAMA_CPP_LIB_PATH; installed packages; LD_LIBRARY_PATH; system folders.
 Nothing is imported and nothing is loaded to find out: the files' own tables tell (``elf``, ``linker``).
 LLAMA_NATIVE_LIB is an order and not a hint: when it is set, nothing else is taken in its place.
 """
@@ -65,7 +65,8 @@ class Verdict(Enum):
 class Candidate:
     """One place where a libllama may be.
 
-    ``path``: the file; the folder or the package's name where there is no file. ``version``: "package version", or empty.
+    ``path``: the file; the folder or the package's name where there is no file.
+    ``version``: package and version, or empty.
     """
 
     path: Path
@@ -200,8 +201,8 @@ def refusal(path: Path, resolver: Resolver, *, named: bool = True) -> str:
     Args:
         path: the file.
         resolver: finds the libraries that it needs.
-        named: the user asked for this file. Then its age and functions are left to who opens it, and is told which build it is;
-            of files that we came upon ourselves, those that would be refused make room for the next.
+        named: the user asked for this file. Then its age and functions are left to who opens it and can say which build
+            it is; of files that we came upon ourselves, those that would be refused make room for the next.
 
     Returns:
         The first reason found, empty where there is none.
@@ -225,7 +226,7 @@ def refusal(path: Path, resolver: Resolver, *, named: bool = True) -> str:
 
 
 def _exported(name: str, elf: ElfFile) -> bool:
-    """ggml's functions may come from a library that this one needs; ``linker`` checks that it is there."""
+    """Count ggml's functions as given where they may come from a library that this one needs (``linker`` finds it)."""
     return name in elf.exports or (not name.startswith("llama_") and any("ggml" in needed for needed in elf.needed))
 
 

@@ -1,7 +1,7 @@
-"""A bounded reader of what the dynamic linker will want from an ELF file, so that a failure is explained before dlopen.
+"""A bounded reader of what the dynamic linker wants from an ELF file, so that a failure is explained before dlopen.
 
-It reads 64-bit little-endian files (every platform that the packages are built for); of others it tells the machine only.
-No count or offset from the file reaches a read or a loop before a limit has passed it: hostile bytes raise ``ElfError``.
+It reads 64-bit little-endian files, as all the packages hold; of others it tells the machine only.
+No count or offset from the file reaches a read or a loop before a limit has passed it; hostile bytes raise ElfError.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where the dynamic linker will look for a library's own libraries, and what it will not find there.
 
-This follows ld.so(8): libraries already in the process by soname, DT_RPATH (inherited), LD_LIBRARY_PATH, DT_RUNPATH, ld.so.cache,
-the folders of ld.so.conf, and the default folders. Nothing is loaded.
+This follows ld.so(8): libraries already in the process by name, DT_RPATH (inherited), LD_LIBRARY_PATH, DT_RUNPATH,
+ld.so.cache, the folders of ld.so.conf, and the default folders. Nothing is loaded.
 """
 
 from __future__ import annotations

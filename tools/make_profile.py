@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""Make the layout profile of a new llama.cpp release from its header, and from a real build of it where one can be opened.
+r"""Make the layout profile of a new llama.cpp release from its header, and from a real build where one can be opened.
 
-    tools/make_profile.py --header llama.h --library libllama.so --name 2026_11 --build 11800 --seen-in "xllamacpp 2026.11.11800"
+    tools/make_profile.py --header llama.h --library libllama.so \
+        --name 2026_11 --build 11800 --seen-in "xllamacpp 2026.11.11800"
 
-The header is a llama.h or the C declarations inside a llama-cpp-py-sync wheel (``_cffi_bindings.py``). Printed are each struct's
-layout, whether it is known, what is new, and bound prototypes that the header contradicts. With --write the fragments in
-``llama_native/cdefs`` and the table ``llama_native/data/layouts.json`` are brought up to date; look at the change before
-it is committed.
+The header is a llama.h or the C declarations inside a llama-cpp-py-sync wheel (``_cffi_bindings.py``). Printed are each
+struct's size, which layouts are new, and bound prototypes that the header contradicts. With --write the fragments in
+``llama_native/cdefs`` and the table ``llama_native/data/layouts.json`` are brought up to date; read the change
+before it is committed.
 
-Default values come from the library (opened in a child process, its default structs written into patterned buffers). Where no
-build can be opened, a field keeps the value of the nearest known layout, and a new field needs --default FIELD=VALUE.
+Default values come from the library, opened in a child process, its default structs written into patterned buffers.
+Where no build can be opened, a field keeps the value of the nearest known layout, and a new field needs
+--default FIELD=VALUE.
 """
 
 from __future__ import annotations
@@ -175,7 +177,7 @@ def read_defaults(kind: str, layout: StructLayout, answer: abi.Answer) -> dict[s
         Field -> value, None for NULL, or the name of a rule.
 
     Raises:
-        ProfileError: the answer has another size than the header's struct, a field is unwritten, or a pointer is not NULL.
+        ProfileError: the answer is not as long as the header's struct, lacks a field, or has a non-NULL pointer.
     """
     if answer.extent is not None and not layout.end <= answer.extent <= layout.size:
         raise ProfileError(f"the library writes {answer.extent} bytes of {layout.name}; the header's has {layout.size}")
