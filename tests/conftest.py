@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import platformdirs
 import pytest
+
+from tests.skips import SkipLedger
 
 # Without it an abort of the library starts a debugger for a backtrace and takes seconds.
 os.environ.setdefault("GGML_NO_BACKTRACE", "1")
@@ -47,52 +47,6 @@ def smollm2(cache_dir: Path) -> Path:
 def gemma3_270m(cache_dir: Path) -> Path:
     """The path of Gemma 3 270M Q4_K_M (`ci/model gemma3-270m`)."""
     return _model(cache_dir, "gemma3-270m")
-
-
-class SkipLedger:
-    """Counts skips and tells which of them no line of the list allows.
-
-    Args:
-        lines: Lines of `allowed_skips.txt`: `test id pattern | reason pattern`, blank, or a comment.
-    """
-
-    def __init__(self, lines: Iterator[str] | list[str]) -> None:
-        """Read the list.
-
-        Raises:
-            ValueError: A line has no `|`.
-        """
-        self._allowed: list[tuple[str, str]] = []
-        self.skips: list[tuple[str, str]] = []
-        for number, line in enumerate(lines, start=1):
-            text = line.strip()
-            if not text or text.startswith("#"):
-                continue
-            node, bar, reason = text.partition("|")
-            if not bar or not reason.strip():
-                message = f"allowed_skips.txt line {number}: found {text!r}, wanted 'test id pattern | reason pattern'"
-                raise ValueError(message)
-            self._allowed.append((node.strip(), reason.strip()))
-
-    def add(self, node: str, reason: str) -> None:
-        """Count one skip.
-
-        Args:
-            node: The id of the test, or the path of a module that skipped as a whole.
-            reason: Its words.
-        """
-        self.skips.append((node, reason.removeprefix("Skipped: ")))
-
-    def unexpected(self) -> list[tuple[str, str]]:
-        """The skips that no line allows, in the order they came."""
-        return [
-            (node, reason)
-            for node, reason in self.skips
-            if not any(
-                fnmatch.fnmatchcase(node, node_glob) and fnmatch.fnmatchcase(reason, reason_glob)
-                for node_glob, reason_glob in self._allowed
-            )
-        ]
 
 
 _ledger = SkipLedger((_TESTS / "allowed_skips.txt").read_text(encoding="utf-8").splitlines())
