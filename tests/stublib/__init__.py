@@ -1,0 +1,15 @@
+"""A small C libllama that misbehaves on request: building it, models for it, and children that load it.
+
+Main path: ``build(Variant.STOCK)`` compiles ``src/*.c`` once (kept by the hash of the sources and flags) ->
+``run_child(function, path, ...)`` runs a function of a test module in a process of its own -> there ``Stub(path)``
+asks for faults and reads the log of calls. One library per process, so a test never loads it itself.
+"""
+
+from __future__ import annotations
+
+from tests.stublib.build import COMPILER, Variant, build, needs_compiler
+from tests.stublib.child import Child, run_child
+from tests.stublib.control import Call, Stub
+from tests.stublib.models import write_model
+
+__all__ = ["COMPILER", "Call", "Child", "Stub", "Variant", "build", "needs_compiler", "run_child", "write_model"]
