@@ -1,7 +1,7 @@
 """Models made from metadata alone: the library creates every tensor that the architecture wants, a callback fills it.
 
 Source: llama_model_init_from_user in llama.h (builds from 2026.4 on). The head of ``struct ggml_tensor`` that is read
-here (type at 0, ne[4] at 16) has not moved since GGUF exists, and is checked against ``ggml_nelements`` for each tensor.
+here (type at 0, ne[4] at 16) has not moved since GGUF exists, and each tensor is checked against ``ggml_nelements``.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def create_tensors(library: Library, metadata: Sequence[MetaValue], fill: Fill |
     failures: list[BaseException] = []
     with library.calling() as (ffi, lib):
 
-        def take(tensor: Any, _: object) -> None:  # noqa: ANN401 - a C pointer
+        def take(tensor: Any, _: object) -> None:
             if failures:
                 return
             try:
@@ -159,21 +159,23 @@ def create_tensors(library: Library, metadata: Sequence[MetaValue], fill: Fill |
     return tuple(slots.values())
 
 
-def _read_slot(ffi: Any, lib: Any, tensor: Any) -> TensorSlot:  # noqa: ANN401
+def _read_slot(ffi: Any, lib: Any, tensor: Any) -> TensorSlot:
     """Read a tensor's name, type and sizes."""
     ne = ffi.cast("int64_t *", ffi.cast("uint8_t *", tensor) + _NE_OFFSET)
     dims = [int(ne[index]) for index in range(_N_DIMS)]
     name = ffi.string(lib.ggml_get_name(tensor)).decode("utf-8")
     n_elements = int(lib.ggml_nelements(tensor))
     if min(dims) < 1 or math.prod(dims) != n_elements:
-        raise UnsupportedAbi(f"tensor {name} reads as {dims} for {n_elements} elements", "struct ggml_tensor with ne[4] at 16")
+        raise UnsupportedAbi(
+            f"tensor {name} reads as {dims} for {n_elements} elements", "struct ggml_tensor with ne[4] at 16"
+        )
     while len(dims) > 1 and dims[-1] == 1:
         dims.pop()
     type_id = int(ffi.cast("int32_t *", tensor)[0])
     return TensorSlot(name, tuple(dims), type_id, int(lib.ggml_nbytes(tensor)))
 
 
-def _put(ffi: Any, lib: Any, tensor: Any, slot: TensorSlot, data: bytes | bytearray | memoryview) -> None:  # noqa: ANN401
+def _put(ffi: Any, lib: Any, tensor: Any, slot: TensorSlot, data: bytes | bytearray | memoryview) -> None:
     """Copy data into a tensor, wherever it lives."""
     view = memoryview(data).cast("B")
     if len(view) != slot.n_bytes:
@@ -182,7 +184,7 @@ def _put(ffi: Any, lib: Any, tensor: Any, slot: TensorSlot, data: bytes | bytear
     lib.ggml_backend_tensor_set(tensor, ffi.from_buffer("uint8_t[]", view), 0, slot.n_bytes)
 
 
-def _set_value(ffi: Any, lib: Any, gguf: Any, item: MetaValue) -> None:  # noqa: ANN401
+def _set_value(ffi: Any, lib: Any, gguf: Any, item: MetaValue) -> None:
     """Put one key-value pair into a GGUF context; the library copies it."""
     key = item.key.encode("utf-8")
     if not isinstance(item.value, tuple):

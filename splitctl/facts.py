@@ -7,26 +7,13 @@ can be judged before anything is freed.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from splitctl import architectures
+from splitctl.cache_types import row_bytes
 from splitctl.errors import BadModelFile, ModelFileFault
 from splitctl.gguf_header import GgufHeader, TensorInfo, Value, read_header
-
-#: Cache type -> (values in a block, bytes of a block).  Source: ggml.c, type_traits.
-CACHE_BLOCKS: Mapping[str, tuple[int, int]] = {
-    "f32": (1, 4),
-    "f16": (1, 2),
-    "bf16": (1, 2),
-    "q8_0": (32, 34),
-    "q4_0": (32, 18),
-    "q4_1": (32, 20),
-    "iq4_nl": (32, 18),
-    "q5_0": (32, 22),
-    "q5_1": (32, 24),
-}
 
 #: More layers than any build allows.  Source: LLAMA_MAX_LAYERS in llama-hparams.h is 512.
 MAX_LAYERS = 1024
@@ -211,23 +198,6 @@ class ModelFacts:
         return total
 
 
-def row_bytes(n_values: int, cache_type: str) -> int:
-    """Size of a cache row.
-
-    Args:
-        n_values: values of the row.
-        cache_type: one of ``CACHE_BLOCKS``.
-
-    Returns:
-        Bytes, whole blocks.
-
-    Raises:
-        KeyError: no such cache type.
-    """
-    per_block, block_bytes = CACHE_BLOCKS[cache_type]
-    return -(-n_values // per_block) * block_bytes
-
-
 def read_facts(path: Path | str) -> ModelFacts:
     """Read a model's facts from its header, and from the headers of all parts of a split model.
 
@@ -263,7 +233,9 @@ def _other_parts(header: GgufHeader) -> list[GgufHeader]:
         )
     names = [header.path.with_name(f"{named['stem']}-{part:05}-of-{count:05}.gguf") for part in range(1, count + 1)]
     if number != 0:
-        raise reading.bad(ModelFileFault.BAD_VALUE, f"it is part {number + 1} of {count}", f"name {names[0].name} instead")
+        raise reading.bad(
+            ModelFileFault.BAD_VALUE, f"it is part {number + 1} of {count}", f"name {names[0].name} instead"
+        )
     others = [read_header(name) for name in names[1:]]
     found = len(header.tensors) + sum(len(other.tensors) for other in others)
     wanted = reading.size("split.tensors.count", found)
@@ -342,7 +314,9 @@ class _Reading:
         if isinstance(value, tuple) and value:
             value = max(value)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_SIZE:
-            raise self.bad(ModelFileFault.BAD_VALUE, f"its {key} is {value!r}, wanted is a whole number up to {MAX_SIZE}")
+            raise self.bad(
+                ModelFileFault.BAD_VALUE, f"its {key} is {value!r}, wanted is a whole number up to {MAX_SIZE}"
+            )
         return value
 
     def bad(self, kind: ModelFileFault, detail: str, action: str = "download or convert it again") -> BadModelFile:
@@ -391,7 +365,10 @@ class _Reading:
         self, n_layer: int, n_embd: int, n_head: tuple[int, ...], n_head_kv: tuple[int, ...]
     ) -> Recurrence | None:
         """Describe the recurrent memory.  Source: llama_hparams::n_embd_r and n_embd_s."""
-        if self._architecture not in architectures.RECURRENT | architectures.HYBRID or self._architecture == "deepseek4":
+        if (
+            self._architecture not in architectures.RECURRENT | architectures.HYBRID
+            or self._architecture == "deepseek4"
+        ):
             return None
         heads = max(n_head, default=0)
         conv = max(self.size(self._own("ssm.conv_kernel"), 0) - 1, 0)
@@ -413,4 +390,3 @@ class _Reading:
         both = self._architecture == "falcon-h1" or self._architecture in architectures.RECURRENT
         layers = n_layer if both or all(attention) else sum(1 for one in attention if not one)
         return Recurrence(layers, row, held)
-

@@ -16,13 +16,13 @@ import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from typing import BinaryIO
 
 import xxhash
 
 from splitctl.errors import BadModelFile, ModelFileFault
+from splitctl.gguf_types import TENSOR_TYPES, VALUE_FORMATS, ValueType
 
 MAX_PAIRS = 65_536
 MAX_TENSORS = 262_144
@@ -41,76 +41,6 @@ _DEFAULT_ALIGNMENT = 32
 
 _AGAIN = "download or convert it again"
 
-
-class ValueType(IntEnum):
-    """Types of metadata values, by their number in the file."""
-
-    U8 = 0
-    I8 = 1
-    U16 = 2
-    I16 = 3
-    U32 = 4
-    I32 = 5
-    F32 = 6
-    BOOL = 7
-    STR = 8
-    ARRAY = 9
-    U64 = 10
-    I64 = 11
-    F64 = 12
-
-
-_FORMATS: Mapping[ValueType, str] = {
-    ValueType.U8: "B",
-    ValueType.I8: "b",
-    ValueType.U16: "H",
-    ValueType.I16: "h",
-    ValueType.U32: "I",
-    ValueType.I32: "i",
-    ValueType.F32: "f",
-    ValueType.BOOL: "?",
-    ValueType.U64: "Q",
-    ValueType.I64: "q",
-    ValueType.F64: "d",
-}
-
-#: Number of a tensor type -> (name, values in a block, bytes of a block).  Source: ggml.c, type_traits.
-TENSOR_TYPES: Mapping[int, tuple[str, int, int]] = {
-    0: ("f32", 1, 4),
-    1: ("f16", 1, 2),
-    2: ("q4_0", 32, 18),
-    3: ("q4_1", 32, 20),
-    6: ("q5_0", 32, 22),
-    7: ("q5_1", 32, 24),
-    8: ("q8_0", 32, 34),
-    9: ("q8_1", 32, 36),
-    10: ("q2_k", 256, 84),
-    11: ("q3_k", 256, 110),
-    12: ("q4_k", 256, 144),
-    13: ("q5_k", 256, 176),
-    14: ("q6_k", 256, 210),
-    15: ("q8_k", 256, 292),
-    16: ("iq2_xxs", 256, 66),
-    17: ("iq2_xs", 256, 74),
-    18: ("iq3_xxs", 256, 98),
-    19: ("iq1_s", 256, 50),
-    20: ("iq4_nl", 32, 18),
-    21: ("iq3_s", 256, 110),
-    22: ("iq2_s", 256, 82),
-    23: ("iq4_xs", 256, 136),
-    24: ("i8", 1, 1),
-    25: ("i16", 1, 2),
-    26: ("i32", 1, 4),
-    27: ("i64", 1, 8),
-    28: ("f64", 1, 8),
-    29: ("iq1_m", 256, 56),
-    30: ("bf16", 1, 2),
-    34: ("tq1_0", 256, 54),
-    35: ("tq2_0", 256, 66),
-    39: ("mxfp4", 32, 17),
-    40: ("nvfp4", 64, 36),
-    41: ("q1_0", 128, 18),
-}
 
 Value = bool | int | float | str | tuple[bool | int | float, ...]
 
@@ -249,9 +179,11 @@ class _Walk:
         magic = self._window[:4]
         if magic != _MAGIC:
             detail = f"it starts with {magic!r}, a GGUF starts with {_MAGIC!r}"
-            raise BadModelFile(self._path, ModelFileFault.NOT_GGUF, detail, "name a GGUF file, or convert the model to one")
+            raise BadModelFile(
+                self._path, ModelFileFault.NOT_GGUF, detail, "name a GGUF file, or convert the model to one"
+            )
         self._at = 4
-        version = self._number("I", "the version")
+        version = self._whole("I", "the version")
         if version & 0xFFFF == 0 and version:
             raise BadModelFile(
                 self._path,
@@ -261,8 +193,10 @@ class _Walk:
             )
         if version not in _VERSIONS:
             detail = f"it has GGUF version {version}, known are {' and '.join(map(str, _VERSIONS))}"
-            raise BadModelFile(self._path, ModelFileFault.UNSUPPORTED, detail, "convert the model again, or update splitctl")
-        return int(version)
+            raise BadModelFile(
+                self._path, ModelFileFault.UNSUPPORTED, detail, "convert the model again, or update splitctl"
+            )
+        return version
 
     def _check_data(self, tensors: tuple[TensorInfo, ...], data_offset: int, alignment: int) -> None:
         """Check that every tensor's data lies inside the file."""
@@ -282,11 +216,12 @@ class _Walk:
     def _tensor(self) -> TensorInfo:
         """Read one entry of the tensor list."""
         name = self._text("a tensor's name", MAX_KEY_BYTES)
-        n_dims = self._number("I", f"the dimensions of {name!r}")
+        n_dims = self._whole("I", f"the dimensions of {name!r}")
         if not 1 <= n_dims <= MAX_DIMS:
             raise self._bad(f"tensor {name!r} has {n_dims} dimensions, 1 to {MAX_DIMS} are possible")
-        dims = tuple(self._numbers("Q", int(n_dims), f"the sizes of {name!r}"))
-        type_id, offset = int(self._number("I", f"the type of {name!r}")), int(self._number("Q", f"the offset of {name!r}"))
+        dims = tuple(self._whole("Q", f"the sizes of {name!r}") for _ in range(n_dims))
+        type_id = self._whole("I", f"the type of {name!r}")
+        offset = self._whole("Q", f"the offset of {name!r}")
         n_values = 1
         for size in dims:
             n_values *= size
@@ -302,9 +237,9 @@ class _Walk:
 
     def _value_type(self, key: str) -> ValueType:
         """Read the type of a value."""
-        number = self._number("I", f"the type of {key!r}")
+        number = self._whole("I", f"the type of {key!r}")
         try:
-            return ValueType(int(number))
+            return ValueType(number)
         except ValueError as error:
             raise self._bad(f"{key!r} has value type {number}, known are 0 to 12") from error
 
@@ -312,14 +247,14 @@ class _Walk:
         """Read one value that is no array."""
         if kind is ValueType.STR:
             return self._text(f"the value of {key!r}", MAX_TEXT_BYTES)
-        return self._number(_FORMATS[kind], f"the value of {key!r}")
+        return self._numbers(VALUE_FORMATS[kind], 1, f"the value of {key!r}")[0]
 
     def _array(self, key: str) -> tuple[tuple[bool | int | float, ...] | None, int]:
         """Read an array: its values when they are few numbers, and its length."""
         kind = self._value_type(key)
         if kind is ValueType.ARRAY:
             raise self._bad(f"{key!r} is an array of arrays, which no reader takes")
-        width = 8 if kind is ValueType.STR else struct.calcsize(f"<{_FORMATS[kind]}")
+        width = 8 if kind is ValueType.STR else struct.calcsize(f"<{VALUE_FORMATS[kind]}")
         count = self._count(f"values of {key!r}", MAX_ARRAY, width)
         if kind is ValueType.STR:
             self._step_over_texts(count, key)
@@ -327,7 +262,7 @@ class _Walk:
         if count > MAX_KEPT:
             self._step_over(count * width, f"the values of {key!r}")
             return None, count
-        return tuple(self._numbers(_FORMATS[kind], count, f"the values of {key!r}")), count
+        return tuple(self._numbers(VALUE_FORMATS[kind], count, f"the values of {key!r}")), count
 
     def _step_over_texts(self, count: int, key: str) -> None:
         """Step over an array of strings; this loop runs once a token, so it makes no objects but the lengths."""
@@ -344,7 +279,7 @@ class _Walk:
                 done += 1
             self._at = at
             if done < count:
-                n_bytes = int(self._number("Q", f"a string of {key!r}"))
+                n_bytes = self._whole("Q", f"a string of {key!r}")
                 if n_bytes > MAX_TEXT_BYTES:
                     raise self._limit(f"a string of {key!r} has {n_bytes} bytes", MAX_TEXT_BYTES)
                 self._step_over(n_bytes, f"a string of {key!r}")
@@ -352,7 +287,7 @@ class _Walk:
 
     def _count(self, what: str, limit: int, least_bytes: int) -> int:
         """Read a count of things of which each takes at least so many bytes."""
-        count = int(self._number("Q", f"the count of {what}"))
+        count = self._whole("Q", f"the count of {what}")
         if count > limit:
             raise self._limit(f"it claims {count} {what}", limit)
         left = self._file_bytes - self._before - self._at
@@ -362,7 +297,7 @@ class _Walk:
 
     def _text(self, what: str, limit: int) -> str:
         """Read one string."""
-        n_bytes = int(self._number("Q", f"the length of {what}"))
+        n_bytes = self._whole("Q", f"the length of {what}")
         if n_bytes > limit:
             raise self._limit(f"{what} has {n_bytes} bytes", limit)
         self._want(n_bytes, what)
@@ -371,10 +306,9 @@ class _Walk:
         # Metadata in other encodings exists in the wild; the keys that are looked up are ASCII.
         return raw.decode("utf-8", "replace")
 
-    def _number(self, code: str, what: str) -> bool | int | float:
-        """Read one number."""
-        value: bool | int | float = self._numbers(code, 1, what)[0]
-        return value
+    def _whole(self, code: str, what: str) -> int:
+        """Read one whole number."""
+        return int(self._numbers(code, 1, what)[0])
 
     def _numbers(self, code: str, count: int, what: str) -> tuple[bool | int | float, ...]:
         """Read numbers of one kind; the caller has bounded the count."""
@@ -428,7 +362,9 @@ class _Walk:
     def _short(self, detail: str) -> BadModelFile:
         """Make the error of a file that ends too early."""
         at = self._before + self._at
-        return BadModelFile(self._path, ModelFileFault.TRUNCATED, f"at byte {at}, {detail}", "finish or repeat the download")
+        return BadModelFile(
+            self._path, ModelFileFault.TRUNCATED, f"at byte {at}, {detail}", "finish or repeat the download"
+        )
 
     def _limit(self, detail: str, limit: int) -> BadModelFile:
         """Make the error of a count that no sound file has."""

@@ -189,9 +189,7 @@ class Placement:
         """
         mine, theirs = self.normalise(), other.normalise()
         return [
-            field.name
-            for field in dataclasses.fields(self)
-            if getattr(mine, field.name) != getattr(theirs, field.name)
+            field.name for field in dataclasses.fields(self) if getattr(mine, field.name) != getattr(theirs, field.name)
         ]
 
     def changed(self, **named: Any) -> Placement:

@@ -104,7 +104,9 @@ def write_gguf(
         raise
 
 
-def _paired(tensors: Sequence[TensorSlot], data: Iterable[bytes | memoryview]) -> Iterator[tuple[TensorSlot, memoryview]]:
+def _paired(
+    tensors: Sequence[TensorSlot], data: Iterable[bytes | memoryview]
+) -> Iterator[tuple[TensorSlot, memoryview]]:
     """Pair slots with their data and check the sizes."""
     for slot, body in zip(tensors, data, strict=True):
         view = memoryview(body).cast("B")

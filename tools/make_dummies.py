@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -89,7 +90,7 @@ def random_weights(slot: TensorSlot, *, n_expert: int = 1) -> memoryview:
     n_elements = int(np.prod(slot.dims))
     if slot.type_id == _I32:
         rows = np.arange(n_elements, dtype=np.int64) // slot.dims[0] + np.arange(n_elements) % slot.dims[0]
-        return memoryview((rows % max(n_expert, 1)).astype(np.int32)).cast("B")
+        return _bytes_of((rows % max(n_expert, 1)).astype(np.int32))
     if slot.type_id not in {_F32, _F16}:
         msg = f"tensor {slot.name} has type {slot.type_id}; only f32, f16 and i32 are drawn"
         raise ValueError(msg)
@@ -101,8 +102,13 @@ def random_weights(slot: TensorSlot, *, n_expert: int = 1) -> memoryview:
     elif "ssm_a" in slot.name:
         weights = -np.abs(weights)
     if slot.type_id == _F16:
-        return memoryview(weights.astype(np.float16)).cast("B")
-    return memoryview(weights).cast("B")
+        return _bytes_of(weights.astype(np.float16))
+    return _bytes_of(weights)
+
+
+def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
+    """View an array's bytes, C order."""
+    return array.reshape(-1).view(np.uint8).data
 
 
 def make(library: Library, path: Path, recipe: Sequence[tuple[str, str, object]]) -> None:
@@ -146,7 +152,11 @@ def make_big(folder: Path, megabytes: int) -> Path:
         "ffn_up.weight": (n_embd, n_ff),
         "ffn_down.weight": (n_ff, n_embd),
     }
-    outer = {"token_embd.weight": (n_embd, n_vocab), "output_norm.weight": (n_embd,), "output.weight": (n_embd, n_vocab)}
+    outer = {
+        "token_embd.weight": (n_embd, n_vocab),
+        "output_norm.weight": (n_embd,),
+        "output.weight": (n_embd, n_vocab),
+    }
     per_layer = sum(2 * int(np.prod(dims)) for dims in layer.values())
     rest = sum(2 * int(np.prod(dims)) for dims in outer.values())
     n_layer = max(1, round((megabytes * 1_000_000 - rest) / per_layer))
@@ -174,7 +184,7 @@ def make_big(folder: Path, megabytes: int) -> Path:
     path = model_path(folder, f"big-{megabytes}", recipe)
     if not path.exists():
         pool = np.random.default_rng(megabytes).standard_normal(n_embd * n_ff, dtype=np.float32) * 0.02
-        halves = memoryview(pool.astype(np.float16)).cast("B")
+        halves = _bytes_of(pool.astype(np.float16))
         write_gguf(path, to_metadata(recipe), slots, (_from_pool(slot, halves) for slot in slots))
     return path
 
@@ -182,7 +192,7 @@ def make_big(folder: Path, megabytes: int) -> Path:
 def _from_pool(slot: TensorSlot, halves: memoryview) -> memoryview:
     """Cut a matrix from the drawn pool; norms are one."""
     if slot.type_id == _F32:
-        return memoryview(np.ones(slot.dims, dtype=np.float32)).cast("B")
+        return _bytes_of(np.ones(slot.dims, dtype=np.float32))
     return halves[: slot.n_bytes]
 
 
@@ -214,7 +224,7 @@ def make_many(folder: Path, names: Sequence[str]) -> Iterator[tuple[str, Path | 
             yield told["name"], Path(told["path"]) if told["path"] else None, told["reason"]
         if waiting and child.returncode != 0:
             died = waiting.pop(0)
-            last = (err.strip().splitlines() or ["it said nothing"])
+            last = err.strip().splitlines() or ["it said nothing"]
             said = next((line for line in last if "GGML_ASSERT" in line or "Error" in line), last[-1])
             yield died, None, f"the library died (exit status {child.returncode}): {said}"
 

@@ -9,7 +9,7 @@ Laws:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from splitctl.facts import ModelFacts
@@ -17,90 +17,7 @@ from splitctl.outcome import Reason
 from splitctl.placement import FlashAttn, Placement, SplitMode
 from splitctl.probing.verdicts import ProbeVerdict, Verdict
 from splitctl.switching import tables
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing to say about a placement.
-
-    Args:
-        code: stable name for programs.
-        text: one sentence with the fact, the limit and the way out.
-        blocking: whether the placement is refused for it; otherwise it is a warning.
-        settled_by_probe: whether a try in a child process can lift it.
-    """
-
-    code: str
-    text: str
-    blocking: bool = True
-    settled_by_probe: bool = False
-
-    @property
-    def reason(self) -> Reason:
-        """The finding as an outcome carries it."""
-        return Reason(self.code, self.text)
-
-
-@dataclass(frozen=True, slots=True)
-class BuildFacts:
-    """What is known about the library.
-
-    Args:
-        version: package and version, as discovery found them.
-        tensor_mode: whether the build has the mode at all.
-        max_devices: entries of a tensor split.
-    """
-
-    version: str
-    tensor_mode: bool = True
-    max_devices: int = 16
-
-    @property
-    def number(self) -> int | None:
-        """llama.cpp's build number, where the version tells it."""
-        return tables.build_number(self.version)
-
-    @property
-    def measured(self) -> bool:
-        """Whether the tables were filled by watching this build."""
-        return tables.is_measured(self.version)
-
-
-@dataclass(frozen=True, slots=True)
-class HostFacts:
-    """What is known about the machine.
-
-    Args:
-        devices: names of the library's devices, in its order, with their kind ("cpu", "gpu", "igpu", "accel", "meta").
-        mem_available: MemAvailable of the host, bytes; None when it is not known.
-    """
-
-    devices: Mapping[str, str]
-    mem_available: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SessionFacts:
-    """What the session holds.
-
-    Args:
-        tokens: tokens held by each sequence in use, by sequence id.
-        state_bytes: size that the library gives for the state, bytes; None before it was asked.
-        pending_copy: a sequence copy that no decode has applied yet.
-        pending_shift: a context shift that no decode has applied yet.
-        sealed_bytes: room that is mapped for the carry already, bytes.
-    """
-
-    tokens: Mapping[int, int]
-    state_bytes: int | None = None
-    pending_copy: bool = False
-    pending_shift: bool = False
-    sealed_bytes: int = 0
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens held, over all sequences."""
-        return sum(self.tokens.values())
+from splitctl.switching.circumstances import BuildFacts, Finding, HostFacts, SessionFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +142,8 @@ def _settled(found: list[Finding], probe: ProbeVerdict, target: Placement) -> It
         if not (finding.settled_by_probe and finding.blocking and probe.verdict is Verdict.OK):
             yield finding
     if probe.verdict is not Verdict.OK:
-        text = f"a try of {target.describe()} in a child process came to: {probe.verdict.value} ({probe.why}); stay in another mode"
+        saw = f"{probe.verdict.value} ({probe.why})" if probe.why else probe.verdict.value
+        text = f"a try of {target.describe()} in a child process came to: {saw}; use another placement"
         yield Finding(f"probe-{probe.verdict.value}", text)
 
 
@@ -234,10 +152,11 @@ def _devices(case: _Case) -> Iterator[Finding]:
     names = ", ".join(case.host.devices) or "none"
     for name in dict.fromkeys(case.target.devices):
         if name not in case.host.devices:
-            yield Finding("unknown-device", f"device {name!r} is not among this library's devices ({names}); name one of them")
+            text = f"device {name!r} is not among this library's devices ({names}); name one of them"
+            yield Finding("unknown-device", text)
     n_devices, mode = len(case.device_names), case.target.mode
     if mode is SplitMode.TENSOR and n_devices == 0:
-        text = f"tensor mode takes no CPU device unless it is named, and the devices are {names}; name them, as in --device CPU,CPU"
+        text = f"tensor mode takes CPU devices only by name, and there are {names}; name them, as in --device CPU,CPU"
         yield Finding("no-device", text)
     limit = min(case.build.max_devices, n_devices or case.build.max_devices)
     shares = case.target.tensor_split
@@ -248,7 +167,9 @@ def _devices(case: _Case) -> Iterator[Finding]:
         text = f"{len(case.target.devices)} devices are named and this build takes {case.build.max_devices}; name fewer"
         yield Finding("too-many-devices", text)
     if case.target.main_gpu >= max(n_devices, 1):
-        text = f"main device {case.target.main_gpu} is named and there are {n_devices} (counted from 0); name one of them"
+        text = (
+            f"main device {case.target.main_gpu} is named and there are {n_devices} (counted from 0); name one of them"
+        )
         yield Finding("main-gpu-out-of-range", text)
 
 
@@ -256,7 +177,9 @@ def _mode(case: _Case) -> Iterator[Finding]:
     """Modes that the build has, architectures that it takes in them."""
     target, facts = case.target, case.facts
     if target.mode is SplitMode.ROW:
-        text = "row mode is deprecated: CPU and newer CUDA builds refuse it, others act as layer mode; use layer or tensor"
+        text = (
+            "row mode is deprecated: CPU and newer CUDA builds refuse it, others act as layer mode; use layer or tensor"
+        )
         yield case.known("row-mode", text)
     if target.mode is not SplitMode.TENSOR:
         return
@@ -294,7 +217,10 @@ def _tensor_heads(case: _Case) -> Iterator[Finding]:
         )
         yield case.known("quantized-cache-with-one-kv-head", text)
     if case.n_active > heads:
-        text = f"{case.n_active} devices share {heads} KV head(s), which some builds abort on or answer wrongly; use {heads} device(s)"
+        text = (
+            f"{case.n_active} devices share {heads} KV head(s), which some builds abort on or answer wrongly; "
+            f"use {heads} device(s)"
+        )
         yield Finding("more-devices-than-kv-heads", text, blocking=not case.build.measured, settled_by_probe=True)
     elif case.n_active and heads % case.n_active:
         text = f"{heads} KV heads do not divide over {case.n_active} devices; the shares are rounded to whole heads"
@@ -306,12 +232,19 @@ def _cache(case: _Case) -> Iterator[Finding]:
     target, facts, flash = case.target, case.facts, case.flash
     tensor = target.mode is SplitMode.TENSOR
     if tensor and flash is FlashAttn.OFF:
-        yield Finding("flash-attention-off", "tensor mode needs flash attention and it is off; turn it on, or use layer mode")
+        text = "tensor mode needs flash attention and it is off; turn it on, or use layer mode"
+        yield Finding("flash-attention-off", text)
     if tensor and not target.offload_kqv and facts.has_memory:
-        text = "tensor mode with the cache on the host makes libllama die in the first decode; leave out -nkvo, or use layer mode"
+        text = (
+            "tensor mode with the cache on the host (-nkvo) makes libllama die in the first decode, or answer wrongly; "
+            "put the cache on the devices, or use layer mode"
+        )
         yield case.known("cache-on-host-in-tensor-mode", text)
     if facts.equal_cache_types and target.type_k != target.type_v:
-        text = f"this model's K and V caches must have one type, asked are {target.type_k} and {target.type_v}; name the same twice"
+        text = (
+            f"this model's K and V caches must have one type, asked are {target.type_k} and {target.type_v}; "
+            "name the same twice"
+        )
         yield Finding("unequal-cache-types", text)
     if flash is FlashAttn.OFF and target.type_v in tables.QUANTIZED_CACHE_TYPES:
         text = f"a V cache of {target.type_v} needs flash attention and it is off; turn it on, or use f16"
@@ -319,12 +252,16 @@ def _cache(case: _Case) -> Iterator[Finding]:
     if flash is not FlashAttn.OFF:
         for what, kind, width in (("K", target.type_k, facts.n_embd_head_k), ("V", target.type_v, facts.n_embd_head_v)):
             if kind in tables.QUANTIZED_CACHE_TYPES and width % tables.CACHE_BLOCK_VALUES:
-                text = f"heads of {width} values do not fill blocks of {tables.CACHE_BLOCK_VALUES}, so the {what} cache cannot be {kind}; use f16"
+                text = (
+                    f"heads of {width} values do not fill blocks of {tables.CACHE_BLOCK_VALUES}, so the {what} cache "
+                    f"cannot be {kind}; use f16"
+                )
                 yield Finding("cache-type-does-not-fit-heads", text)
     number = case.build.number
     if tensor and not case.build.measured and (number is None or number < tables.FULL_CACHE_TYPES_SINCE):
         for kind in sorted({target.type_k, target.type_v} - tables.EARLY_TENSOR_CACHE_TYPES):
-            text = f"builds before {tables.FULL_CACHE_TYPES_SINCE} assert on a {kind} cache in tensor mode; use q8_0 or f16"
+            since = tables.FULL_CACHE_TYPES_SINCE
+            text = f"builds before {since} may assert on a {kind} cache in tensor mode; use q8_0 or f16"
             yield case.known("cache-type-in-tensor-mode", text)
 
 
@@ -343,7 +280,8 @@ def _room(case: _Case) -> Iterator[Finding]:
     else:
         have, room, whose = max(held.values()), n_ctx // target.n_seq_max, "a sequence holds"
     if have > room and case.facts.has_memory and not case.facts.is_recurrent:
-        text = f"{whose} {have} tokens and the context would have room for {room}; ask for a context of {n_ctx // room * have if room else have} or more"
+        least = have * (1 if target.kv_unified else target.n_seq_max)
+        text = f"{whose} {have} tokens and the context would have room for {room}; ask for -c {least} or more"
         yield Finding("context-too-small", text)
 
 
@@ -357,7 +295,7 @@ def _conversion(case: _Case) -> Iterator[Finding]:
         for what, old, new in (("K", current.type_k, target.type_k), ("V", current.type_v, target.type_v))
         if old != new
     ]
-    if case.flash is not current.flash_attn:
+    if case.flash is not current.flash_attn and FlashAttn.AUTO not in {case.flash, current.flash_attn}:
         needed.append(f"flash attention from {current.flash_attn.value} to {case.flash.value}")
     if _streams(current) != _streams(target):
         needed.append(f"{_streams(current)} stream(s) of cells to {_streams(target)}")
@@ -374,7 +312,7 @@ def _quiet(case: _Case) -> Iterator[Finding]:
     """Nothing may be in flight when the state is taken."""
     for pending, what in ((case.session.pending_copy, "copy"), (case.session.pending_shift, "shift")):
         if pending:
-            text = f"a sequence {what} has not been applied yet, and the state would not hold it; decode one token first"
+            text = f"a sequence {what} is not applied yet, and the state would not hold it; decode one token first"
             yield Finding(f"pending-{what}", text)
 
 
