@@ -77,18 +77,22 @@ BOTH_LEAVES = ("splitctl.switching.effects",)
 STATECODEC_TOO = ("splitctl.carry", "splitctl.facts", "splitctl.cli.state")
 #: Parts that run without a native library in their process, so they know nothing of it.
 LIBRARY_FREE = ("splitctl.cli*", "splitctl.http*", "splitctl.host*", *PURE, *STATECODEC_TOO)
+#: What runs in the worker alone: it holds the library. Nobody else in the house imports these.
+WORKER_SIDE = ("splitctl.host.worker", "splitctl.host.running", "splitctl.host.inspection", "splitctl.host.faults")
+#: Modules of a leaf that are public as modules, beside the names in its `__init__`.
+PUBLIC_MODULES = ("llama_native.discover", "llama_native.capabilities")
 #: The process entries: started as children by the host, they hold the library, may exit, and read what they are given.
 ENTRIES = ("splitctl.host.worker", "splitctl.probing.probe")
 
 #: Height of each wing of splitctl; a module imports from its own wing and from lower ones. What is not named is 1.
 HEIGHT: Mapping[str, int] = {
-    "__main__": 7,
-    "cli": 6,
-    "http": 5,
-    "host": 4,
-    "session": 3,
-    "switching": 2,
-    "planning": 2,
+    "__main__": 8,
+    "cli": 7,
+    "http": 6,
+    "host": 5,
+    "session": 4,
+    "switching": 3,
+    "planning": 3,
     "probing": 2,
 }
 
@@ -270,7 +274,7 @@ def only_declared_packages(house: House) -> Iterator[Violation]:
 
 
 def imports_go_down(house: House) -> Iterator[Violation]:
-    """Inside splitctl imports go down: cli, http, host, session, the three wings, what they share."""
+    """Inside splitctl imports go down: cli, http, host, session, switching and planning, probing, what they share."""
     for module in house.modules.values():
         if not module.name.startswith("splitctl."):
             continue
@@ -279,7 +283,7 @@ def imports_go_down(house: House) -> Iterator[Violation]:
             if found.typing_only or not found.target.startswith("splitctl."):
                 continue
             other = found.target.split(".")[1]
-            if other != wing and HEIGHT.get(other, 1) >= HEIGHT.get(wing, 1) and HEIGHT.get(other, 1) > 1:
+            if other != wing and HEIGHT.get(other, 1) >= max(2, HEIGHT.get(wing, 1)):
                 yield Violation(module.name, found.line, f"imports {found.target}, which stands above or beside it")
 
 
@@ -309,15 +313,17 @@ def leaves_are_used_where_said(house: House) -> Iterator[Violation]:
     for module in house.modules.values():
         if not module.name.startswith("splitctl"):
             continue
-        entry = module.is_one_of(ENTRIES)
+        holds_library = module.is_one_of((*WORKER_SIDE, *ENTRIES))
         seen: dict[str, int] = {}
         for found in house.imports(module):
             seen.setdefault(found.top, found.line)
+            if found.target in WORKER_SIDE and not module.is_one_of(WORKER_SIDE) and not found.typing_only:
+                yield Violation(module.name, found.line, f"imports {found.target}, which runs in the worker alone")
         if "statecodec" in seen and not module.is_one_of((*BOTH_LEAVES, *STATECODEC_TOO)):
             yield Violation(
                 module.name, seen["statecodec"], "imports statecodec; effects, carry, facts and cli/state do"
             )
-        if "llama_native" in seen and module.is_one_of(LIBRARY_FREE) and not entry:
+        if "llama_native" in seen and module.is_one_of(LIBRARY_FREE) and not holds_library:
             yield Violation(module.name, seen["llama_native"], "imports llama_native; this part runs without a library")
         if {"llama_native", "statecodec"} <= seen.keys() and not module.is_one_of(BOTH_LEAVES):
             yield Violation(module.name, seen["statecodec"], "imports both leaves; switching/effects alone does")
@@ -327,7 +333,8 @@ def leaves_are_entered_by_the_front(house: House) -> Iterator[Violation]:
     """The public names of a leaf are what splitctl takes, from the leaf's `__init__`."""
     for module in house.modules.values():
         for found in house.imports(module):
-            if module.name.startswith("splitctl") and found.target.startswith(("llama_native.", "statecodec.")):
+            inner = found.target.startswith(("llama_native.", "statecodec.")) and found.target not in PUBLIC_MODULES
+            if module.name.startswith("splitctl") and inner:
                 yield Violation(module.name, found.line, f"imports {found.target}; public names stand in __init__")
 
 

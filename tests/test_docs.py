@@ -21,8 +21,14 @@ _DOCUMENTS = [_ROOT / "README.md", _ROOT / "CHANGELOG.md", *sorted((_ROOT / "doc
 
 def _laws() -> str:
     text = machine.__doc__ or ""
-    laws = text[text.index("Laws:") + len("Laws:") : text.index("\n\n", text.index("Laws:"))]
-    return re.sub(r"\n\s+(?!\d\.)", " ", laws).replace("    ", "").strip()
+    indented = text[text.index("Laws:") + len("Laws:") : text.index("\n\n", text.index("Laws:"))]
+    laws: list[str] = []
+    for line in indented.split("\n"):
+        if re.match(r"\s+\d+\. ", line):
+            laws.append(line.strip())
+        elif laws:
+            laws[-1] += " " + line.strip()
+    return "\n".join(laws)
 
 
 def _between(name: str, text: str) -> re.Match[str]:
