@@ -1,1 +1,72 @@
-"""Talks to a libllama through cffi; knows its calls, not what state bytes mean."""
+"""Talks to a libllama through cffi; knows its calls, not what state bytes mean.
+
+Main path: ``Library.open`` (the only dlopen; layout established by looking) -> ``Model.load`` -> ``Context`` ->
+``state_get`` / ``state_set``; ``SamplerChain`` works on the caller's candidates. No cdata crosses the package's edge.
+"""
+
+from llama_native.context import Context
+from llama_native.devices import Device, DeviceKind
+from llama_native.errors import (
+    CallFailed,
+    CapabilityMissing,
+    ForkedProcess,
+    HandleClosed,
+    LibraryNotFound,
+    LibraryUnusable,
+    LoadCancelled,
+    NativeError,
+    Reentered,
+    SecondLibrary,
+    UnknownDevice,
+    UnsupportedAbi,
+)
+from llama_native.library import Library
+from llama_native.logs import LogTail
+from llama_native.model import Adapter, Model
+from llama_native.params import ContextParams, FlashAttn, KvType, LoadMode, ModelParams, SplitMode
+from llama_native.sampling import CANDIDATE_BYTES, ChainParams, SamplerChain
+from llama_native.state import (
+    sequence_state_get,
+    sequence_state_set,
+    sequence_state_size,
+    state_get,
+    state_set,
+    state_size,
+)
+
+__all__ = [
+    "CANDIDATE_BYTES",
+    "Adapter",
+    "CallFailed",
+    "CapabilityMissing",
+    "ChainParams",
+    "Context",
+    "ContextParams",
+    "Device",
+    "DeviceKind",
+    "FlashAttn",
+    "ForkedProcess",
+    "HandleClosed",
+    "KvType",
+    "Library",
+    "LibraryNotFound",
+    "LibraryUnusable",
+    "LoadCancelled",
+    "LoadMode",
+    "LogTail",
+    "Model",
+    "ModelParams",
+    "NativeError",
+    "Reentered",
+    "SamplerChain",
+    "SecondLibrary",
+    "SplitMode",
+    "UnknownDevice",
+    "UnsupportedAbi",
+    "sequence_state_get",
+    "sequence_state_set",
+    "sequence_state_size",
+    "state_get",
+    "state_set",
+    "state_size",
+]

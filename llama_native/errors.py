@@ -23,7 +23,9 @@ __all__ = [
     "LibraryUnusable",
     "NativeError",
     "Reentered",
+    "LoadCancelled",
     "SecondLibrary",
+    "UnknownDevice",
     "UnsupportedAbi",
 ]
 
@@ -297,3 +299,47 @@ class SecondLibrary(NativeError):
             f"this process already has {self.open_path} open, so {self.asked} is refused: two builds' global symbols "
             "would mix; use the other build in a process of its own"
         )
+
+
+class LoadCancelled(NativeError):
+    """A load ended because its progress callback asked for it."""
+
+    def __init__(self, path: str) -> None:
+        """Record what was being loaded.
+
+        Args:
+            path: the model file.
+        """
+        self.path = path
+        super().__init__(path)
+
+    def message(self) -> str:
+        """Build the message from the fields.
+
+        Returns:
+            What was cancelled.
+        """
+        return f"the load of {self.path} was cancelled"
+
+
+class UnknownDevice(NativeError):
+    """A device was named that the library does not have."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        """Record the name and the ones there are.
+
+        Args:
+            name: what was asked for.
+            known: the library's device names.
+        """
+        self.name = name
+        self.known = tuple(known)
+        super().__init__(name, self.known)
+
+    def message(self) -> str:
+        """Build the message from the fields.
+
+        Returns:
+            The name, the known names and where to see them.
+        """
+        return f"there is no device {self.name!r}; this library has {', '.join(self.known)} (see: splitctl devices)"

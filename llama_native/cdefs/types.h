@@ -1,0 +1,14 @@
+typedef struct ggml_backend_device *ggml_backend_dev_t;
+typedef struct ggml_backend_reg *ggml_backend_reg_t;
+typedef struct llama_memory_i *llama_memory_t;
+struct llama_model;
+struct llama_context;
+struct llama_vocab;
+struct llama_sampler;
+struct llama_adapter_lora;
+struct ggml_tensor;
+struct gguf_context;
+typedef void (*ggml_log_callback)(int level, const char *text, void *user_data);
+typedef bool (*llama_progress_callback)(float progress, void *user_data);
+typedef bool (*ggml_abort_callback)(void *data);
+typedef void (*llama_model_set_tensor_data_t)(struct ggml_tensor *tensor, void *userdata);

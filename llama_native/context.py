@@ -1,0 +1,314 @@
+"""A context: the KV cache, decoding, the logits of the last decode, and the memory operations.
+
+Ownership: a Context owns its ``llama_context`` pointer (freed by ``llama_free``), stands on a Model that it keeps
+alive, and keeps its abort callback. Thread: any; every call holds the library's lock.
+"""
+
+from __future__ import annotations
+
+import warnings
+from array import array
+from typing import TYPE_CHECKING, Any
+
+from llama_native.errors import CallFailed, HandleClosed
+from llama_native.params import ContextParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from llama_native.model import Adapter, Model
+
+_BYTES_PER_FLOAT = 4
+_NEW_MEMORY = "llama_memory_seq_rm"
+
+
+class Context:
+    """An open context.
+
+    Lifetime: until :meth:`close`, or the close of its model. After a restore that failed it is to be closed, never used.
+    """
+
+    def __init__(self, model: Model, params: ContextParams, *, abort: Callable[[], bool] | None = None) -> None:
+        """Make a context on a model.
+
+        Args:
+            model: the placed model.
+            params: the wanted sizes and types.
+            abort: read by the library between the nodes of a graph; True ends the decode (processors only).
+
+        Raises:
+            CallFailed: the library returned NULL; its last log lines are in the error.
+        """
+        library = model.library
+        self.model = model
+        self.library = library
+        self.params = params
+        self._pointer: Any = None
+        with library.calling() as (ffi, lib):
+            c_params = lib.llama_context_default_params()
+            _fill(c_params, params, library.context_fields)
+            self._abort = ffi.callback("bool(void *)", lambda _: bool(abort())) if abort is not None else None
+            if self._abort is not None:
+                c_params.abort_callback = self._abort
+            pointer = lib.llama_init_from_model(model.pointer, c_params)
+            if not pointer:
+                raise CallFailed("llama_init_from_model", None, library.log.tail())
+            self._pointer = pointer
+            self.n_ctx = int(lib.llama_n_ctx(pointer))
+            self.n_batch = int(lib.llama_n_batch(pointer))
+            self.n_ubatch = int(lib.llama_n_ubatch(pointer))
+            self.n_seq_max = int(lib.llama_n_seq_max(pointer))
+            self.n_ctx_seq = int(lib.llama_n_ctx_seq(pointer)) if hasattr(lib, "llama_n_ctx_seq") else self.n_ctx
+        model.depend(self)
+
+    @property
+    def pointer(self) -> Any:  # noqa: ANN401
+        """The C pointer, for modules of this package only.
+
+        Raises:
+            HandleClosed: after close.
+        """
+        if self._pointer is None:
+            raise HandleClosed("context")
+        return self._pointer
+
+    @property
+    def closed(self) -> bool:
+        """Whether the context has been freed."""
+        return self._pointer is None
+
+    def close(self) -> None:
+        """Free the context; a second call does nothing."""
+        if self._pointer is None:
+            return
+        pointer, self._pointer = self._pointer, None
+        if self.library.forked:
+            return
+        with self.library.calling() as (_, lib):
+            lib.llama_free(pointer)
+
+    def __enter__(self) -> Context:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def __del__(self) -> None:
+        """Warn when the context was not closed: its memory is not given back by the collector."""
+        if getattr(self, "_pointer", None) is not None and not self.library.forked:
+            warnings.warn("a context was not closed; its memory stays taken", ResourceWarning, stacklevel=2)
+
+    def decode(
+        self, tokens: Sequence[int], positions: Sequence[int], seq_ids: Sequence[int], outputs: Sequence[bool]
+    ) -> None:
+        """Decode one batch.
+
+        Args:
+            tokens: int32[n], n at most n_batch.
+            positions: int32[n].
+            seq_ids: int32[n], one sequence a token.
+            outputs: bool[n], which tokens' logits are wanted.
+
+        Raises:
+            CallFailed: the library's return code is not 0 (1: no room in the cache, 2: aborted by the callback,
+                negative: an error); for codes above 0 and -1 the memory is as before except for 2.
+        """
+        self._run("llama_decode", tokens, positions, seq_ids, outputs)
+
+    def encode(
+        self, tokens: Sequence[int], positions: Sequence[int], seq_ids: Sequence[int], outputs: Sequence[bool]
+    ) -> None:
+        """Run the encoder over one batch; arguments and errors as for :meth:`decode`."""
+        self._run("llama_encode", tokens, positions, seq_ids, outputs)
+
+    def _run(
+        self,
+        function: str,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        seq_ids: Sequence[int],
+        outputs: Sequence[bool],
+    ) -> None:
+        n = len(tokens)
+        if not n or not n == len(positions) == len(seq_ids) == len(outputs):
+            msg = f"a batch of {n} tokens, {len(positions)} positions, {len(seq_ids)} sequences, {len(outputs)} outputs"
+            raise ValueError(msg)
+        with self.library.calling() as (ffi, lib):
+            pointer = self.pointer
+            c_tokens = ffi.from_buffer("int32_t[]", array("i", tokens))
+            c_positions = ffi.from_buffer("int32_t[]", array("i", positions))
+            c_seqs = ffi.from_buffer("int32_t[]", array("i", seq_ids))
+            c_counts = ffi.from_buffer("int32_t[]", array("i", [1]) * n)
+            base = int(ffi.cast("uintptr_t", c_seqs))
+            c_seq_pointers = ffi.from_buffer("int32_t *[]", array("Q", range(base, base + 4 * n, 4)))
+            c_outputs = ffi.from_buffer("int8_t[]", array("b", [1 if o else 0 for o in outputs]))
+            batch = ffi.new("struct llama_batch *")
+            batch.n_tokens, batch.token, batch.pos = n, c_tokens, c_positions
+            batch.n_seq_id, batch.seq_id, batch.logits = c_counts, c_seq_pointers, c_outputs
+            rc = int(getattr(lib, function)(pointer, batch[0]))
+            if rc == 0:
+                lib.llama_synchronize(pointer)
+        if rc != 0:
+            raise CallFailed(function, rc, self.library.log.tail(6))
+
+    def logits(self, index: int) -> bytes:
+        """Copy the logits of one token of the last batch.
+
+        Args:
+            index: the token's place in the last batch; its output was asked for.
+
+        Returns:
+            float32[n_vocab] as native-endian bytes.
+
+        Raises:
+            CallFailed: that token has no logits.
+        """
+        with self.library.calling() as (ffi, lib):
+            row = lib.llama_get_logits_ith(self.pointer, index)
+            if not row:
+                raise CallFailed("llama_get_logits_ith", None, self.library.log.tail(2))
+            return bytes(ffi.buffer(row, self.model.n_vocab * _BYTES_PER_FLOAT))
+
+    def embeddings(self, index: int, seq_id: int = 0) -> bytes:
+        """Copy the embedding of a token of the last batch, or of a sequence where the model pools.
+
+        Returns:
+            float32[n_embd] as native-endian bytes.
+
+        Raises:
+            CallFailed: there is none.
+        """
+        with self.library.calling() as (ffi, lib):
+            pooled = int(lib.llama_pooling_type(self.pointer)) != 0
+            row = lib.llama_get_embeddings_seq(self.pointer, seq_id) if pooled else ffi.NULL
+            row = row or lib.llama_get_embeddings_ith(self.pointer, index)
+            if not row:
+                raise CallFailed("llama_get_embeddings_ith", None, self.library.log.tail(2))
+            return bytes(ffi.buffer(row, self.model.n_embd * _BYTES_PER_FLOAT))
+
+    def synchronize(self) -> None:
+        """Wait until the devices are done with everything asked of them."""
+        with self.library.calling() as (_, lib):
+            lib.llama_synchronize(self.pointer)
+
+    def set_causal(self, *, causal: bool) -> None:
+        """Choose causal attention or not (models that need all positions at once)."""
+        with self.library.calling() as (_, lib):
+            lib.llama_set_causal_attn(self.pointer, causal)
+
+    def set_adapters(self, adapters: Sequence[tuple[Adapter, float]]) -> None:
+        """Apply adapters at their scales, in place of those that are applied.
+
+        Raises:
+            CallFailed: the library refused.
+        """
+        self.library.need("adapters")
+        with self.library.calling() as (ffi, lib):
+            pointers = ffi.new("struct llama_adapter_lora *[]", [a.pointer for a, _ in adapters] or 1)
+            scales = ffi.new("float[]", [s for _, s in adapters] or 1)
+            rc = int(lib.llama_set_adapters_lora(self.pointer, pointers, len(adapters), scales))
+        if rc != 0:
+            raise CallFailed("llama_set_adapters_lora", rc, self.library.log.tail(4))
+
+    def _memory(self, lib: Any) -> tuple[str, Any]:  # noqa: ANN401
+        """Return the prefix of this build's memory functions and their first argument (NULL: no memory)."""
+        if self.library.exports(_NEW_MEMORY):
+            return "llama_memory_", lib.llama_get_memory(self.pointer)
+        return "llama_kv_self_", self.pointer
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the context remembers anything (encoders do not)."""
+        with self.library.calling() as (_, lib):
+            return bool(self._memory(lib)[1])
+
+    def clear(self) -> None:
+        """Forget every sequence."""
+        with self.library.calling() as (_, lib):
+            prefix, memory = self._memory(lib)
+            if not memory:
+                return
+            if prefix == "llama_memory_":
+                lib.llama_memory_clear(memory, True)
+            else:
+                lib.llama_kv_self_clear(memory)
+
+    def seq_rm(self, seq_id: int, first: int = -1, last: int = -1) -> bool:
+        """Forget positions [first, last) of a sequence (-1: open end); False: this memory cannot cut there."""
+        return bool(self._memory_call("seq_rm", seq_id, first, last, none=False))
+
+    def seq_cp(self, source: int, target: int, first: int = -1, last: int = -1) -> None:
+        """Let ``target`` share positions [first, last) of ``source``."""
+        self._memory_call("seq_cp", source, target, first, last, none=None)
+
+    def seq_keep(self, seq_id: int) -> None:
+        """Forget every sequence but one."""
+        self._memory_call("seq_keep", seq_id, none=None)
+
+    def seq_add(self, seq_id: int, first: int, last: int, delta: int) -> None:
+        """Move positions [first, last) by ``delta``; the keys follow at the next decode only."""
+        self.library.need("shift")
+        self._memory_call("seq_add", seq_id, first, last, delta, none=None)
+
+    def pos_min(self, seq_id: int) -> int:
+        """Return the smallest position that a sequence holds, -1 where it holds none."""
+        return int(self._memory_call("seq_pos_min", seq_id, none=-1))
+
+    def pos_max(self, seq_id: int) -> int:
+        """Return the largest position that a sequence holds, -1 where it holds none."""
+        return int(self._memory_call("seq_pos_max", seq_id, none=-1))
+
+    def can_shift(self) -> bool:
+        """Tell whether the library says that positions can be moved."""
+        return bool(self.library.has("shift") and self._memory_call("can_shift", none=False))
+
+    def _memory_call(self, name: str, *arguments: int, none: Any) -> Any:  # noqa: ANN401
+        with self.library.calling() as (_, lib):
+            prefix, memory = self._memory(lib)
+            return getattr(lib, prefix + name)(memory, *arguments) if memory else none
+
+    def native_switch(self, mode: int, tensor_split: Sequence[float] | None) -> bool:
+        """Let the library itself move the placement under this context.
+
+        Args:
+            mode: llama_split_mode.
+            tensor_split: shares for the new mode, None for its default.
+
+        Returns:
+            True: the new mode is in place. False: the library put the old one back, and the context works.
+
+        Raises:
+            CapabilityMissing: the build has no such call.
+        """
+        from llama_native.model import tensor_split_array  # noqa: PLC0415 - model imports this module's Context for types
+
+        self.library.need("native-switch")
+        with self.library.calling() as (ffi, lib):
+            split = tensor_split_array(ffi, lib, tensor_split)
+            return bool(lib.llama_context_set_split_mode(self.pointer, mode, split))
+
+
+def _fill(c_params: Any, params: ContextParams, fields: frozenset[str]) -> None:  # noqa: ANN401
+    c_params.n_ctx = params.n_ctx
+    c_params.n_batch = params.n_batch
+    c_params.n_ubatch = params.n_ubatch
+    c_params.n_seq_max = params.n_seq_max
+    if params.n_threads > 0:
+        c_params.n_threads = params.n_threads
+    if (params.n_threads_batch or params.n_threads) > 0:
+        c_params.n_threads_batch = params.n_threads_batch or params.n_threads
+    c_params.flash_attn_type = params.flash_attn.value
+    c_params.type_k = params.type_k.value
+    c_params.type_v = params.type_v.value
+    c_params.offload_kqv = params.offload_kqv
+    c_params.embeddings = params.embeddings
+    c_params.no_perf = True
+    if "kv_unified" in fields:
+        c_params.kv_unified = params.kv_unified
+    if "swa_full" in fields:
+        c_params.swa_full = params.swa_full
+
+
+__all__ = ["Context"]

@@ -1,0 +1,111 @@
+"""Devices: listing them with their memory, and turning names from a user into the library's handles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from llama_native.errors import UnknownDevice
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import cffi
+
+
+class DeviceKind(Enum):
+    """What a device is. Source: ggml-backend.h, ggml_backend_dev_type."""
+
+    CPU = 0
+    GPU = 1
+    IGPU = 2
+    ACCEL = 3
+    META = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device as the library names it; memory in bytes, read when the list was made (0: not asked)."""
+
+    name: str
+    description: str
+    kind: DeviceKind | None
+    backend: str
+    memory_free: int
+    memory_total: int
+
+
+def text(ffi: cffi.FFI, pointer: Any) -> str:  # noqa: ANN401
+    """Return a C string as text, "" for NULL; bytes that are not UTF-8 are replaced."""
+    return ffi.string(pointer).decode("utf-8", "replace") if pointer else ""
+
+
+def read_devices(ffi: cffi.FFI, lib: Any, *, memory: bool) -> tuple[Device, ...]:  # noqa: ANN401
+    """List the library's devices in its own order.
+
+    Args:
+        ffi: the library's FFI.
+        lib: the library; its lock is held by the caller.
+        memory: also ask for free and total bytes.
+    """
+    found = []
+    for index in range(lib.ggml_backend_dev_count()):
+        device = lib.ggml_backend_dev_get(index)
+        free, total = ffi.new("size_t *"), ffi.new("size_t *")
+        if memory:
+            lib.ggml_backend_dev_memory(device, free, total)
+        found.append(
+            Device(
+                name=text(ffi, lib.ggml_backend_dev_name(device)),
+                description=text(ffi, lib.ggml_backend_dev_description(device)),
+                kind=_kind(lib, device),
+                backend=_backend_name(ffi, lib, device),
+                memory_free=int(free[0]),
+                memory_total=int(total[0]),
+            )
+        )
+    return tuple(found)
+
+
+def resolve(ffi: cffi.FFI, lib: Any, names: Sequence[str]) -> Any:  # noqa: ANN401
+    """Return a NULL-terminated array of device handles, or NULL when no name is given.
+
+    A name may come twice: the library then sees two devices (one processor as two, for example).
+
+    Lifetime: the array is read by a model's load only, but is to be kept as long as the model.
+
+    Raises:
+        UnknownDevice: naming the devices that there are.
+    """
+    if not names:
+        return ffi.NULL
+    by_name = {}
+    for index in range(lib.ggml_backend_dev_count()):
+        device = lib.ggml_backend_dev_get(index)
+        by_name.setdefault(text(ffi, lib.ggml_backend_dev_name(device)).lower(), device)
+    handles = []
+    for name in names:
+        handle = by_name.get(name.lower())
+        if handle is None:
+            known = [text(ffi, lib.ggml_backend_dev_name(d)) for d in by_name.values()]
+            raise UnknownDevice(name, known)
+        handles.append(handle)
+    return ffi.new("ggml_backend_dev_t[]", [*handles, ffi.NULL])
+
+
+def _kind(lib: Any, device: Any) -> DeviceKind | None:  # noqa: ANN401
+    try:
+        return DeviceKind(lib.ggml_backend_dev_type(device))
+    except (AttributeError, ValueError):
+        return None
+
+
+def _backend_name(ffi: cffi.FFI, lib: Any, device: Any) -> str:  # noqa: ANN401
+    try:
+        return text(ffi, lib.ggml_backend_reg_name(lib.ggml_backend_dev_backend_reg(device)))
+    except AttributeError:
+        return ""
+
+
+__all__ = ["Device", "DeviceKind", "read_devices", "resolve", "text"]

@@ -1,0 +1,379 @@
+"""The one door to libllama: the only dlopen, one library in a process, one lock around its calls.
+
+Laws:
+    1. One libllama in a process; a second, different one is refused (its globals would mix with ours).
+    2. RTLD_LOCAL: no symbol of it leaks to another library, nor theirs to it.
+    3. Nothing is called through a struct before its layout has been established by looking (``abi``).
+    4. One lock; a call from inside a callback is refused (Reentered), one from a forked child too (ForkedProcess).
+    5. The log callback lives in this module as long as the process does, and is replaced by a C function at exit.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cffi
+
+from llama_native import abi, capabilities, discover
+from llama_native.devices import Device, read_devices, text
+from llama_native.errors import (
+    CapabilityMissing,
+    ForkedProcess,
+    LibraryNotFound,
+    LibraryUnusable,
+    Reentered,
+    SecondLibrary,
+    UnsupportedAbi,
+)
+from llama_native.logs import LogTail
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_PROBE_BYTES = 1024
+"""Room for a params struct: the largest known has 168 bytes."""
+
+
+def _read_cdef(name: str) -> str:
+    return resources.files("llama_native").joinpath("cdefs", name).read_text(encoding="utf-8")
+
+
+class Library:
+    """An open libllama: what it is, what it can do, its devices and its log.
+
+    Thread: safe; every call into the library holds one lock.
+    Lifetime: as long as the process; a library that has been opened is never unloaded.
+    """
+
+    def __init__(self, path: Path, ffi: cffi.FFI, lib: Any, profile: abi.Profile, log: LogTail) -> None:  # noqa: ANN401
+        """Use :meth:`open`."""
+        self.path = path
+        self.profile = profile
+        self.log = log
+        self.pid = os.getpid()
+        self._ffi = ffi
+        self._lib = lib
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        self.model_fields = frozenset(field.name for field in profile.model.fields)
+        self.context_fields = frozenset(field.name for field in profile.context.fields)
+        self.capabilities: Mapping[str, tuple[str, ...]] = {}
+        self.backend_folders: tuple[str, ...] = ()
+        self.draws_on_single = False
+        self.origin = ""
+        self.version = ""
+
+    @staticmethod
+    def open(path: str | os.PathLike[str] | None = None, *, env: Mapping[str, str] | None = None) -> Library:
+        """Open libllama, or return the one that is open.
+
+        Args:
+            path: the shared library; None: the first usable candidate of ``discover.candidates``.
+            env: the environment that discovery reads (LLAMA_NATIVE_LIB, ...); None: nothing from it.
+
+        Returns:
+            The process's library.
+
+        Raises:
+            LibraryNotFound: no candidate is usable; lists every one with its reason.
+            LibraryUnusable: the named file cannot be loaded.
+            UnsupportedAbi: its struct layout is unknown, contradictory or too old.
+            CapabilityMissing: it lacks functions that a session needs.
+            SecondLibrary: another libllama is open in this process.
+            ForkedProcess: the library was opened before a fork.
+        """
+        return _open(Path(path) if path is not None else None, env or {})
+
+    @property
+    def build(self) -> str:
+        """A text that changes whenever the library's file does: version, size in bytes, time of change in ns."""
+        stat = self.path.stat()
+        return f"{self.version or self.path.name}-{stat.st_size}-{stat.st_mtime_ns}"
+
+    @contextmanager
+    def calling(self) -> Iterator[tuple[Any, Any]]:
+        """Hold the library's lock for a call.
+
+        Yields:
+            (ffi, lib), for modules of this package only.
+
+        Raises:
+            Reentered: this thread is inside a call already (a callback must not call the library).
+            ForkedProcess: this process is a fork of the one that opened the library.
+        """
+        if os.getpid() != self.pid:
+            raise ForkedProcess(self.pid, os.getpid())
+        me = threading.get_ident()
+        if self._owner == me:
+            raise Reentered("libllama")
+        with self._lock:
+            self._owner = me
+            try:
+                yield self._ffi, self._lib
+            finally:
+                self._owner = None
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the one that opened the library."""
+        return os.getpid() != self.pid
+
+    def has(self, capability: str) -> bool:
+        """Tell whether this build has a capability of ``capabilities.CAPABILITIES``."""
+        return capability in self.capabilities
+
+    def need(self, capability: str) -> None:
+        """Raise CapabilityMissing unless this build has the capability."""
+        if capability not in self.capabilities:
+            symbols = capabilities.CAPABILITIES[capability][0]
+            raise CapabilityMissing(capability, [s for s in symbols if not self.exports(s)])
+
+    def exports(self, symbol: str) -> bool:
+        """Tell whether the library, or one that it was linked with, exports a bound symbol."""
+        return hasattr(self._lib, symbol)
+
+    @property
+    def max_devices(self) -> int:
+        """The number of entries of a tensor_split array."""
+        with self.calling() as (_, lib):
+            return int(lib.llama_max_devices())
+
+    def devices(self, *, memory: bool = True) -> tuple[Device, ...]:
+        """List the devices in the library's order.
+
+        Args:
+            memory: also ask for free and total memory (slow on some builds: ask once and keep it).
+
+        Returns:
+            One entry a device; memory numbers are 0 where they were not asked for.
+        """
+        with self.calling() as (ffi, lib):
+            return read_devices(ffi, lib, memory=memory)
+
+    def system_info(self) -> str:
+        """Return the library's own line about its build and the processor."""
+        if not self.exports("llama_print_system_info"):
+            return ""
+        with self.calling() as (ffi, lib):
+            return text(ffi, lib.llama_print_system_info()).strip()
+
+
+_opening = threading.Lock()
+_open_library: Library | None = None
+_log_callback: Any = None
+
+
+def _open(path: Path | None, env: Mapping[str, str]) -> Library:
+    global _open_library  # noqa: PLW0603 - the library's state is process-wide, so is this
+    with _opening:
+        if _open_library is not None:
+            if _open_library.forked:
+                raise ForkedProcess(_open_library.pid, os.getpid())
+            if path is not None and not path.is_dir() and path.resolve() != _open_library.path.resolve():
+                raise SecondLibrary(_open_library.path, path)
+            return _open_library
+        chosen, origin, version = _choose(path, env)
+        _open_library = _load(chosen, origin, version)
+        return _open_library
+
+
+def _choose(path: Path | None, env: Mapping[str, str]) -> tuple[Path, str, str]:
+    candidates = discover.candidates(env, explicit=path)
+    for candidate in candidates:
+        if candidate.usable:
+            return candidate.path, candidate.origin, candidate.version
+    if path is not None and candidates:
+        first = candidates[0]
+        raise LibraryUnusable(first.path, first.reason, "name another with --lib or LLAMA_NATIVE_LIB")
+    raise LibraryNotFound(candidates)
+
+
+def _load(path: Path, origin: str, version: str) -> Library:
+    exported = _exported_by(path)
+    profile = abi.identify(_observe(path, exported))
+    ffi = cffi.FFI()
+    ffi.cdef(_read_cdef("types.h") + profile.cdef + _read_cdef("api.h") + _penalties_cdef(profile))
+    lib = ffi.dlopen(str(path), ffi.RTLD_NOW | ffi.RTLD_LOCAL)
+    log = LogTail()
+    library = Library(path, ffi, lib, profile, log)
+    library.origin = origin
+    found = capabilities.detect(library.exports)
+    capabilities.require(found, library.exports)
+    library.capabilities = found
+    _attach_log(ffi, lib, log)
+    library.version = version or (text(ffi, lib.llama_version()) if library.exports("llama_version") else "")
+    library.backend_folders = _load_backends(ffi, lib, path, library)
+    lib.llama_backend_init()
+    _refuse_foreign_ggml(path)
+    _probe_behaviour(library, ffi, lib)
+    return library
+
+
+def _exported_by(path: Path) -> frozenset[str]:
+    return discover.exported_symbols(path)
+
+
+def _penalties_cdef(profile: abi.Profile) -> str:
+    return _read_cdef("penalties_n_vocab.h" if profile.penalties_take_n_vocab else "penalties_plain.h")
+
+
+def _observe(path: Path, exported: frozenset[str]) -> abi.Observed:
+    """Let the library write its default structs into patterned buffers, before any layout is believed."""
+    ffi = cffi.FFI()
+    ffi.cdef(_read_cdef("probe.h"))
+    try:
+        lib = ffi.dlopen(str(path), ffi.RTLD_NOW | ffi.RTLD_LOCAL)
+    except OSError as error:
+        raise LibraryUnusable(
+            path, discover.explain_load_failure(path, str(error)), "install a build for this system, or its missing parts"
+        ) from error
+    fills: dict[str, tuple[bytes, bytes]] = {}
+    tokens = ffi.new("int32_t[2]")
+    for name in ("llama_model_default_params", "llama_context_default_params", "llama_batch_get_one"):
+        if not hasattr(lib, name):
+            continue
+        function = getattr(lib, name)
+        seen = []
+        for fill in (0xA5, 0x5A):
+            buffer = ffi.new("uint8_t[]", bytes([fill]) * _PROBE_BYTES)
+            if name == "llama_batch_get_one":
+                function(buffer, tokens, 2)
+            else:
+                function(buffer)
+            seen.append(bytes(ffi.buffer(buffer, _PROBE_BYTES)))
+        fills[name] = (seen[0], seen[1])
+    empty = (b"", b"")
+    return abi.Observed.from_fills(
+        model=fills.get("llama_model_default_params", empty),
+        context=fills.get("llama_context_default_params", empty),
+        batch=fills.get("llama_batch_get_one", empty),
+        exports=exported,
+    )
+
+
+def _attach_log(ffi: cffi.FFI, lib: Any, log: LogTail) -> None:  # noqa: ANN401
+    global _log_callback  # noqa: PLW0603 - must outlive every thread of the library
+
+    def take(level: int, message: Any, _: object) -> None:  # noqa: ANN401
+        log.feed(level, text(ffi, message))
+
+    _log_callback = ffi.callback("void(int, const char *, void *)", take)
+    lib.llama_log_set(_log_callback, ffi.NULL)
+    silent = cffi.FFI()
+    silent.cdef("int abs(int);")
+    libc = silent.dlopen(None)
+    address = int(silent.cast("uintptr_t", silent.addressof(libc, "abs")))
+    pid = os.getpid()
+
+    def detach() -> None:
+        if os.getpid() == pid:
+            lib.llama_log_set(ffi.cast("ggml_log_callback", address), ffi.NULL)
+
+    atexit.register(detach)
+
+
+def _load_backends(ffi: cffi.FFI, lib: Any, path: Path, library: Library) -> tuple[str, ...]:  # noqa: ANN401
+    if lib.ggml_backend_dev_count() > 0:
+        return ()
+    searched = tuple(str(folder) for folder in discover.backend_folders(path))
+    if library.has("load-backends"):
+        for folder in searched:
+            lib.ggml_backend_load_all_from_path(ffi.new("char[]", os.fsencode(folder)))
+    if lib.ggml_backend_dev_count() == 0:
+        raise LibraryUnusable(
+            path,
+            f"it has no device: no backend is linked in and none was found in {', '.join(searched) or 'its folder'}",
+            "keep the libggml-*.so backends beside the library",
+        )
+    return searched
+
+
+def _refuse_foreign_ggml(path: Path) -> None:
+    """Check that a separate libggml that got mapped is the one beside this library."""
+    folder = path.resolve().parent
+    near = {folder, *(Path(f).resolve() for f in discover.backend_folders(path))}
+    wanted = {name for name in discover.needed_libraries(path) if name.startswith("libggml")}
+    if not wanted:
+        return
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        mapped = {Path(line.split(None, 5)[5].strip()) for line in maps if "libggml" in line}
+    strange = [m for m in mapped if m.name in wanted and m.resolve().parent not in near]
+    if strange:
+        raise LibraryUnusable(
+            path,
+            f"another ggml is mapped in its place: {strange[0]}",
+            "remove it from LD_LIBRARY_PATH, or use the libllama that belongs to it",
+        )
+
+
+def _probe_behaviour(library: Library, ffi: cffi.FFI, lib: Any) -> None:  # noqa: ANN401
+    """Check with real calls what no struct tells: candidate arrays, the penalties prototype, how draws are counted."""
+    if _greedy_choice(ffi, lib) != 1:
+        raise UnsupportedAbi("a greedy sampler given the logits (0, 3, 1) did not choose the second", "llama_token_data_array of 12-byte entries")
+    if _penalised(ffi, lib, n_vocab_first=library.profile.penalties_take_n_vocab) is False:
+        raise UnsupportedAbi(
+            "llama_sampler_init_penalties does not take its arguments in the order that this layout has",
+            f"layout {library.profile.name}",
+        )
+    library.draws_on_single = _draws_on_single(ffi, lib)
+
+
+def _candidates(ffi: cffi.FFI, logits: tuple[float, ...]) -> tuple[Any, Any]:
+    data = ffi.new("llama_token_data[]", len(logits))
+    for index, logit in enumerate(logits):
+        data[index].id, data[index].logit, data[index].p = index, logit, 0.0
+    array = ffi.new("llama_token_data_array *")
+    array.data, array.size, array.selected, array.sorted = data, len(logits), -1, False
+    return array, data
+
+
+def _greedy_choice(ffi: cffi.FFI, lib: Any) -> int:  # noqa: ANN401
+    sampler = lib.llama_sampler_init_greedy()
+    array, _keep = _candidates(ffi, (0.0, 3.0, 1.0))
+    lib.llama_sampler_apply(sampler, array)
+    lib.llama_sampler_free(sampler)
+    return int(array.data[array.selected].id) if 0 <= array.selected < array.size else -1
+
+
+def _penalised(ffi: cffi.FFI, lib: Any, *, n_vocab_first: bool) -> bool | None:  # noqa: ANN401
+    """Tell whether a penalty over the last token does lower its logit; None where the build has none."""
+    if not hasattr(lib, "llama_sampler_init_penalties"):
+        return None
+    arguments = (3, 4, 2.0, 0.0, 0.0) if n_vocab_first else (4, 2.0, 0.0, 0.0)
+    sampler = lib.llama_sampler_init_penalties(*arguments)
+    if not sampler:
+        return False
+    lib.llama_sampler_accept(sampler, 2)
+    array, _keep = _candidates(ffi, (1.0, 1.0, 1.0))
+    lib.llama_sampler_apply(sampler, array)
+    lib.llama_sampler_free(sampler)
+    seen = {int(array.data[i].id): float(array.data[i].logit) for i in range(array.size)}
+    return seen == {0: 1.0, 1: 1.0, 2: 0.5}
+
+
+def _draws_on_single(ffi: cffi.FFI, lib: Any) -> bool:  # noqa: ANN401
+    """Tell whether sampling from one candidate consumes a random draw in this build."""
+
+    def chosen(*, first_single: bool) -> list[int]:
+        sampler = lib.llama_sampler_init_dist(1234)
+        if first_single:
+            array, _keep = _candidates(ffi, (1.0,))
+            lib.llama_sampler_apply(sampler, array)
+        ids = []
+        for _ in range(6):
+            array, _keep = _candidates(ffi, (0.0,) * 64)
+            lib.llama_sampler_apply(sampler, array)
+            ids.append(int(array.data[array.selected].id))
+        lib.llama_sampler_free(sampler)
+        return ids
+
+    return chosen(first_single=True) != chosen(first_single=False)
+
+
+__all__ = ["Library"]

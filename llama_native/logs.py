@@ -1,0 +1,75 @@
+"""The library's log: kept as a bounded tail so that an error can show what the library said last."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_LEVEL_CONTINUE = 5
+"""Source: ggml.h, GGML_LOG_LEVEL_CONT: the text continues the line before."""
+
+
+class LogTail:
+    """The last lines that the library logged.
+
+    Thread: safe; the library logs from threads of its own.
+    """
+
+    def __init__(self, n_lines: int = 400) -> None:
+        """Keep at most ``n_lines`` lines."""
+        self._lines: deque[str] = deque(maxlen=n_lines)
+        self._open = ""
+        self._lock = threading.Lock()
+        self._listeners: list[Callable[[int, str], None]] = []
+        self.n_messages = 0
+
+    def feed(self, level: int, text: str) -> None:
+        """Take one message of the library.
+
+        Args:
+            level: ggml's log level (1 debug, 2 info, 3 warning, 4 error, 5 continues the line before).
+            text: the message, with or without its end of line.
+        """
+        with self._lock:
+            self.n_messages += 1
+            whole = self._open + text
+            *done, self._open = whole.split("\n")
+            self._lines.extend(line for line in done if line.strip())
+            listeners = tuple(self._listeners)
+        for listener in listeners:
+            listener(level, text)
+
+    def tail(self, n_lines: int = 12) -> tuple[str, ...]:
+        """Return the last ``n_lines`` lines, oldest first, an unfinished one included."""
+        with self._lock:
+            lines = list(self._lines)
+            if self._open.strip():
+                lines.append(self._open)
+        return tuple(lines[-n_lines:])
+
+    def mark(self) -> int:
+        """Return a mark for :meth:`since`: the number of messages taken so far."""
+        return self.n_messages
+
+    def listen(self, listener: Callable[[int, str], None]) -> Callable[[], None]:
+        """Call ``listener(level, text)`` for every message from now on.
+
+        Returns:
+            A function that ends the listening.
+        """
+        with self._lock:
+            self._listeners.append(listener)
+
+        def stop() -> None:
+            with self._lock:
+                if listener in self._listeners:
+                    self._listeners.remove(listener)
+
+        return stop
+
+
+__all__ = ["LogTail"]

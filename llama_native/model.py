@@ -1,0 +1,311 @@
+"""A model that is placed on devices, its vocabulary and its adapters.
+
+Ownership: a Model owns its ``llama_model`` pointer (freed by ``llama_model_free``) and keeps alive every C object
+that the library may read while it lives: device array, tensor_split, callbacks. Contexts and adapters stand on
+it, and are closed before it. Thread: any; every call holds the library's lock.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from llama_native.devices import resolve, text
+from llama_native.errors import CallFailed, HandleClosed, LoadCancelled
+from llama_native.params import LoadMode, ModelParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from llama_native.library import Library
+
+
+def fill_model_params(library: Library, ffi: Any, lib: Any, params: ModelParams) -> tuple[Any, list[Any]]:  # noqa: ANN401
+    """Return a ``llama_model_params`` value for ``params`` and the C objects that must outlive the model.
+
+    Raises:
+        UnknownDevice: a device name that the library does not have.
+        ValueError: a tensor_split longer than the library's array.
+    """
+    c_params = lib.llama_model_default_params()
+    keep: list[Any] = []
+    devices = resolve(ffi, lib, params.devices)
+    if devices != ffi.NULL:
+        keep.append(devices)
+        c_params.devices = devices
+    if params.tensor_split is not None:
+        n_max = int(lib.llama_max_devices())
+        if len(params.tensor_split) > n_max:
+            msg = f"tensor_split has {len(params.tensor_split)} entries; this library takes at most {n_max}"
+            raise ValueError(msg)
+        split = ffi.new("float[]", n_max)
+        split[0 : len(params.tensor_split)] = list(params.tensor_split)
+        keep.append(split)
+        c_params.tensor_split = split
+    c_params.split_mode = params.split_mode.value
+    c_params.main_gpu = params.main_gpu
+    c_params.n_gpu_layers = params.n_gpu_layers if params.n_gpu_layers >= 0 else _all_layers(c_params)
+    c_params.check_tensors = params.check_tensors
+    fields = library.model_fields
+    if params.load_mode is not LoadMode.AUTO:
+        if "load_mode" in fields:
+            c_params.load_mode = params.load_mode.value
+        else:
+            c_params.use_mmap = params.load_mode in {LoadMode.MMAP, LoadMode.MMAP_MLOCK}
+            c_params.use_mlock = params.load_mode in {LoadMode.MLOCK, LoadMode.MMAP_MLOCK}
+    if "no_alloc" in fields:
+        c_params.no_alloc = params.no_alloc
+    return c_params, keep
+
+
+def _all_layers(c_params: Any) -> int:  # noqa: ANN401
+    """Every build takes a large number for all layers; a negative default says it takes -1 too."""
+    return -1 if c_params.n_gpu_layers < 0 else 999
+
+
+class Model:
+    """A loaded model.
+
+    Lifetime: until :meth:`close`; contexts and adapters made on it are closed with it.
+    """
+
+    def __init__(self, library: Library, pointer: Any, params: ModelParams, keep: list[Any], path: str) -> None:  # noqa: ANN401
+        """Use :meth:`load`."""
+        self.library = library
+        self.params = params
+        self.path = path
+        self._pointer = pointer
+        self._keep = keep
+        self._dependents: weakref.WeakSet[Any] = weakref.WeakSet()
+        with library.calling() as (ffi, lib):
+            self._vocab = lib.llama_model_get_vocab(pointer)
+            self.n_vocab = int(lib.llama_vocab_n_tokens(self._vocab))
+            self.n_ctx_train = int(lib.llama_model_n_ctx_train(pointer))
+            self.n_embd = int(lib.llama_model_n_embd(pointer))
+            self.n_layer = int(lib.llama_model_n_layer(pointer))
+            self.n_head = int(lib.llama_model_n_head(pointer))
+            self.n_head_kv = int(lib.llama_model_n_head_kv(pointer))
+            self.n_swa = int(lib.llama_model_n_swa(pointer))
+            self.size_bytes = int(lib.llama_model_size(pointer))
+            self.has_encoder = bool(lib.llama_model_has_encoder(pointer))
+            self.has_decoder = bool(lib.llama_model_has_decoder(pointer))
+            self.decoder_start_token = int(lib.llama_model_decoder_start_token(pointer))
+            self.is_recurrent = bool(lib.llama_model_is_recurrent(pointer))
+            self.is_hybrid = _optional_bool(lib, "llama_model_is_hybrid", pointer)
+            self.is_diffusion = _optional_bool(lib, "llama_model_is_diffusion", pointer)
+            self.has_tokenizer = int(lib.llama_vocab_type(self._vocab)) != 0
+            self.token_bos = int(lib.llama_vocab_bos(self._vocab))
+            self.token_eos = int(lib.llama_vocab_eos(self._vocab))
+            self.add_bos = bool(lib.llama_vocab_get_add_bos(self._vocab))
+            buffer = ffi.new("char[256]")
+            lib.llama_model_desc(pointer, buffer, 256)
+            self.description = text(ffi, buffer)
+
+    @classmethod
+    def load(
+        cls,
+        library: Library,
+        path: str | os.PathLike[str],
+        params: ModelParams,
+        *,
+        progress: Callable[[float], bool] | None = None,
+    ) -> Model:
+        """Load a GGUF file and place it.
+
+        Args:
+            library: the open library.
+            path: the GGUF (the first part of a split one).
+            params: the placement.
+            progress: called with the loaded share 0.0 .. 1.0; returning False ends the load.
+
+        Raises:
+            CallFailed: the library returned NULL; its last log lines are in the error.
+            LoadCancelled: ``progress`` returned False.
+            UnknownDevice: a device name that the library does not have.
+        """
+        cancelled = False
+
+        def on_progress(share: float, _: object) -> bool:
+            nonlocal cancelled
+            going = progress is None or progress(float(share))
+            cancelled = cancelled or not going
+            return going
+
+        with library.calling() as (ffi, lib):
+            c_params, keep = fill_model_params(library, ffi, lib, params)
+            callback = ffi.callback("bool(float, void *)", on_progress)
+            keep.append(callback)
+            c_params.progress_callback = callback
+            pointer = lib.llama_model_load_from_file(os.fsencode(path), c_params)
+        if not pointer:
+            if cancelled:
+                raise LoadCancelled(os.fspath(path))
+            raise CallFailed("llama_model_load_from_file", None, library.log.tail())
+        return cls(library, pointer, params, keep, os.fspath(path))
+
+    @property
+    def pointer(self) -> Any:  # noqa: ANN401
+        """The C pointer, for modules of this package only.
+
+        Raises:
+            HandleClosed: after close.
+        """
+        if self._pointer is None:
+            raise HandleClosed("model")
+        return self._pointer
+
+    @property
+    def closed(self) -> bool:
+        """Whether the model has been freed."""
+        return self._pointer is None
+
+    def depend(self, handle: Any) -> None:  # noqa: ANN401
+        """Register a context or an adapter that stands on this model."""
+        self._dependents.add(handle)
+
+    def close(self) -> None:
+        """Free the model, after every context and adapter on it; a second call does nothing."""
+        if self._pointer is None:
+            return
+        for handle in sorted(self._dependents, key=lambda h: isinstance(h, Adapter)):
+            handle.close()
+        pointer, self._pointer = self._pointer, None
+        if self.library.forked:
+            return
+        with self.library.calling() as (_, lib):
+            lib.llama_model_free(pointer)
+        self._keep.clear()
+
+    def __enter__(self) -> Model:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def __del__(self) -> None:
+        """Warn when the model was not closed: its memory is not given back by the collector."""
+        if getattr(self, "_pointer", None) is not None and not self.library.forked:
+            warnings.warn(f"model {self.path} was not closed; its memory stays taken", ResourceWarning, stacklevel=2)
+
+    def tokenize(self, content: str | bytes, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Turn text into tokens.
+
+        Args:
+            content: text, or UTF-8 bytes.
+            add_special: add BOS and the like as the model wants it.
+            parse_special: read "<|...|>" and the like as special tokens.
+
+        Raises:
+            CallFailed: the library refused the text, or the model has no tokenizer.
+        """
+        data = content.encode("utf-8") if isinstance(content, str) else bytes(content)
+        with self.library.calling() as (ffi, lib):
+            _ = self.pointer
+            n_room = len(data) + 8
+            buffer = ffi.new("int32_t[]", n_room)
+            n = lib.llama_tokenize(self._vocab, data, len(data), buffer, n_room, add_special, parse_special)
+            if n < 0 and n > -(2**31):
+                n_room = -n
+                buffer = ffi.new("int32_t[]", n_room)
+                n = lib.llama_tokenize(self._vocab, data, len(data), buffer, n_room, add_special, parse_special)
+            if n < 0:
+                raise CallFailed("llama_tokenize", n, self.library.log.tail(2))
+            return [int(t) for t in ffi.unpack(buffer, n)] if n else []
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """Return a token's bytes, which may be a part of a UTF-8 character; ``special`` also shows control tokens."""
+        with self.library.calling() as (ffi, lib):
+            _ = self.pointer
+            buffer = ffi.new("char[64]")
+            n = lib.llama_token_to_piece(self._vocab, token, buffer, 64, 0, special)
+            if n < 0:
+                buffer = ffi.new("char[]", -n)
+                n = lib.llama_token_to_piece(self._vocab, token, buffer, -n, 0, special)
+            if n < 0:
+                raise CallFailed("llama_token_to_piece", n, self.library.log.tail(2))
+            return bytes(ffi.buffer(buffer, n))
+
+    def is_eog(self, token: int) -> bool:
+        """Tell whether a token ends a generation."""
+        with self.library.calling() as (_, lib):
+            _ptr = self.pointer
+            return bool(lib.llama_vocab_is_eog(self._vocab, token))
+
+    def chat_template(self) -> str | None:
+        """Return the model's own chat template (jinja text), None where it has none."""
+        with self.library.calling() as (ffi, lib):
+            pointer = lib.llama_model_chat_template(self.pointer, ffi.NULL)
+            return text(ffi, pointer) if pointer else None
+
+    def meta(self, key: str) -> str | None:
+        """Return a scalar metadata value as text, None where the key is absent."""
+        with self.library.calling() as (ffi, lib):
+            buffer = ffi.new("char[4096]")
+            n = lib.llama_model_meta_val_str(self.pointer, key.encode(), buffer, 4096)
+            return text(ffi, buffer) if n >= 0 else None
+
+    def native_split_mode(self) -> int | None:
+        """Return the mode that the library itself says the model has, None where the build cannot tell."""
+        if not self.library.has("native-switch"):
+            return None
+        with self.library.calling() as (_, lib):
+            return int(lib.llama_model_get_split_mode(self.pointer))
+
+
+class Adapter:
+    """A LoRA adapter on a model. Ownership: freed by ``llama_adapter_lora_free`` before its model."""
+
+    def __init__(self, model: Model, path: str | os.PathLike[str]) -> None:
+        """Load the adapter file.
+
+        Raises:
+            CapabilityMissing: the build has no adapters of this kind.
+            CallFailed: the file does not fit the model; the last log lines are in the error.
+        """
+        library = model.library
+        library.need("adapters")
+        self.model = model
+        self.path = os.fspath(path)
+        self._pointer: Any = None
+        with library.calling() as (_, lib):
+            pointer = lib.llama_adapter_lora_init(model.pointer, os.fsencode(path))
+        if not pointer:
+            raise CallFailed("llama_adapter_lora_init", None, library.log.tail())
+        self._pointer = pointer
+        model.depend(self)
+
+    @property
+    def pointer(self) -> Any:  # noqa: ANN401
+        """The C pointer, for modules of this package only."""
+        if self._pointer is None:
+            raise HandleClosed("adapter")
+        return self._pointer
+
+    def close(self) -> None:
+        """Free the adapter; a second call does nothing."""
+        if self._pointer is None:
+            return
+        pointer, self._pointer = self._pointer, None
+        if not self.model.library.forked and not self.model.closed:
+            with self.model.library.calling() as (_, lib):
+                lib.llama_adapter_lora_free(pointer)
+
+
+def _optional_bool(lib: Any, name: str, pointer: Any) -> bool:  # noqa: ANN401
+    return bool(getattr(lib, name)(pointer)) if hasattr(lib, name) else False
+
+
+def tensor_split_array(ffi: Any, lib: Any, split: Sequence[float] | None) -> Any:  # noqa: ANN401
+    """Return the C array for a tensor_split (``llama_max_devices()`` floats), NULL for None."""
+    if split is None:
+        return ffi.NULL
+    array = ffi.new("float[]", int(lib.llama_max_devices()))
+    array[0 : len(split)] = list(split)
+    return array
+
+
+__all__ = ["Adapter", "Model", "fill_model_params", "tensor_split_array"]
