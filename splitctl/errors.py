@@ -139,6 +139,66 @@ class ConfigInvalid(SplitctlError):
         return f"{self.field} is {self.value!r}; wanted: {self.wanted}"
 
 
+class Cancelled(SplitctlError):
+    """Work ended because it was asked to; the session goes on from where it stood."""
+
+    def __init__(self, what: str) -> None:
+        """Build from the work.
+
+        Args:
+            what: the work that ended early, as a noun ("a decode").
+        """
+        self.what = what
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        """Name the work."""
+        return f"{self.what} was cancelled"
+
+
+class ContextFull(SplitctlError):
+    """The cache has no room for the tokens."""
+
+    def __init__(self, n_held: int, n_new: int, n_ctx: int) -> None:
+        """Build from the numbers.
+
+        Args:
+            n_held: cells in use, tokens.
+            n_new: tokens that should follow.
+            n_ctx: cells there are.
+        """
+        self.n_held = n_held
+        self.n_new = n_new
+        self.n_ctx = n_ctx
+        super().__init__(n_held, n_new, n_ctx)
+
+    def __str__(self) -> str:
+        """Name the three numbers and the way out."""
+        return (
+            f"the context is too small: it holds {self.n_held} tokens, {self.n_new} more make "
+            f"{self.n_held + self.n_new}, and n_ctx is {self.n_ctx}; give a larger one (-c {self.n_held + self.n_new} or more)"
+        )
+
+
+class Parked(SplitctlError):
+    """The session serves no more: it is closed, or its carry lies on disk."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Build from the place.
+
+        Args:
+            path: the carry's file; None where the session was closed.
+        """
+        self.path = path
+        super().__init__(path)
+
+    def __str__(self) -> str:
+        """Say where the session is and how to bring it back."""
+        if self.path is None:
+            return "the session is closed; open a new one"
+        return f"the session is parked at {self.path}; open a session and restore it from there"
+
+
 class CarryMismatch(SplitctlError):
     """A sound carry that belongs to another model, adapter or cache layout than the session's."""
 
@@ -184,7 +244,7 @@ class CarryDamaged(SplitctlError):
 
 
 class CarryNotWritten(SplitctlError):
-    """A carry could not be put on disk; whatever was at the path before is still there, whole."""
+    """A carry could not be put on disk; what was at the path before is still there, unless ``why`` says otherwise."""
 
     def __init__(self, path: Path, why: str) -> None:
         """Build from the place.
@@ -199,7 +259,7 @@ class CarryNotWritten(SplitctlError):
 
     def __str__(self) -> str:
         """Name the place and what stopped the write."""
-        return f"no carry was written to {self.path}: {self.why}; what was there is untouched, name another place"
+        return f"the carry could not be saved as {self.path}: {self.why}; make room or name another place"
 
 
 class ModelFileFault(Enum):

@@ -1,0 +1,166 @@
+"""What a session is made of, shared by the session and the effects of a switch: engine, slots, placement, arenas.
+
+Thread: the session's turn guards everything here.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from llama_native import CallFailed
+from splitctl.arena import Arena
+from splitctl.errors import Cancelled, ContextFull
+from splitctl.slot import Slot
+from splitctl.turn import Turn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from splitctl.engine import Engine
+    from splitctl.facts import ModelFacts
+    from splitctl.placement import Placement
+
+_RC_ABORTED = 2
+_BYTES_PER_FLOAT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Tokens for one decode; lists of equal length."""
+
+    tokens: Sequence[int]
+    positions: Sequence[int]
+    seq_ids: Sequence[int]
+    outputs: Sequence[bool]
+
+
+class CancelFlag:
+    """A flag that a signal or another thread sets; shielded while a fallback must not be interrupted."""
+
+    def __init__(self, event: threading.Event | None = None) -> None:
+        """Watch an event, or one of its own."""
+        self.event = event or threading.Event()
+        self.shielded = False
+
+    def is_set(self) -> bool:
+        """Tell whether work should end now."""
+        return not self.shielded and self.event.is_set()
+
+
+class Core:
+    """The parts of a session."""
+
+    def __init__(self, engine: Engine, facts: ModelFacts, placement: Placement, cancel: CancelFlag) -> None:
+        """Hold the parts; ``placement`` is the one that the engine serves in, as the library resolved it."""
+        self.engine = engine
+        self.facts = facts
+        self.placement = placement
+        self.cancel = cancel
+        self.turn = Turn()
+        self.slots = {seq_id: Slot(seq_id) for seq_id in range(placement.n_seq_max)}
+        self.arena = Arena()
+        self.spare = Arena()
+        self.n_decodes = 0
+        self.has_memory = engine.live.has_memory
+        model = engine.model
+        self.n_vocab = model.n_vocab if model is not None else 0
+        self.is_encoder_decoder = model is not None and model.has_encoder and model.has_decoder
+        self.decoder_start = model.decoder_start_token if model is not None else -1
+
+    def used(self) -> list[Slot]:
+        """Return the sequences that hold anything, by id."""
+        return [slot for slot in self.slots.values() if not slot.is_empty]
+
+    def positions(self) -> dict[int, tuple[int, int]]:
+        """Ask the library for every sequence's first and last position; (-1, -1) where it holds none."""
+        context = self.engine.live
+        return {seq_id: (context.pos_min(seq_id), context.pos_max(seq_id)) for seq_id in range(context.n_seq_max)}
+
+    def check_room(self, seq_id: int, n_new: int) -> None:
+        """Refuse tokens that the cache has no cells for, before anything is decoded.
+
+        Raises:
+            ContextFull: with the numbers.
+        """
+        if not self.has_memory or self.facts.is_recurrent:
+            return
+        context = self.engine.live
+        unified = self.placement.kv_unified
+        held = sum(s.n_past for s in self.slots.values()) if unified else self.slots[seq_id].n_past
+        room = context.n_ctx if unified or self.placement.n_seq_max == 1 else context.n_ctx_seq
+        if held + n_new > room:
+            raise ContextFull(held, n_new, room)
+
+    def run(self, batch: Batch) -> dict[int, NDArray[np.float32]]:
+        """Decode one batch of at most n_batch tokens and copy the wanted rows.
+
+        Returns:
+            Place in the batch -> float32[n_vocab], for every wanted output.
+
+        Raises:
+            Cancelled: the cancel flag ended it; the memory holds what was decoded until then.
+            llama_native.CallFailed: the library refused or failed.
+        """
+        context = self.engine.live
+        try:
+            context.decode(batch.tokens, batch.positions, batch.seq_ids, batch.outputs)
+        except CallFailed as error:
+            if error.rc == _RC_ABORTED and self.cancel.is_set():
+                raise Cancelled("a decode") from error
+            raise
+        self.n_decodes += 1
+        wanted = [index for index, output in enumerate(batch.outputs) if output]
+        return {index: np.frombuffer(context.logits(index), np.float32) for index in wanted}
+
+    def encode(self) -> None:
+        """Run the encoder over what every sequence gave it, in one batch: the library keeps the last one only."""
+        slots = [slot for slot in self.used() if slot.encoder_tokens.size]
+        if not slots:
+            return
+        tokens: list[int] = []
+        positions: list[int] = []
+        seq_ids: list[int] = []
+        for slot in slots:
+            n = int(slot.encoder_tokens.size)
+            tokens += slot.encoder_tokens.tolist()
+            positions += range(n)
+            seq_ids += [slot.seq_id] * n
+        self.engine.live.encode(tokens, positions, seq_ids, [True] * len(tokens))
+
+    def replay_tokens(self) -> None:
+        """Read every sequence's tokens again into an empty memory; logits that the session holds stay as they are."""
+        self.encode()
+        for slot in self.used():
+            for batch in batches(slot.seq_id, slot.tokens[: slot.n_past], 0, self.engine.live.n_batch):
+                self.run(batch)
+
+
+def batches(
+    seq_id: int, tokens: Sequence[int], first: int, n_batch: int, *, last_output: bool = False
+) -> Iterable[Batch]:
+    """Cut a sequence's tokens into batches.
+
+    Args:
+        seq_id: the sequence.
+        tokens: int32[n].
+        first: position of the first token.
+        n_batch: most tokens of a batch.
+        last_output: whether the very last token's logits are wanted.
+    """
+    n = len(tokens)
+    for start in range(0, n, n_batch):
+        chunk = tokens[start : start + n_batch]
+        size = len(chunk)
+        outputs = [False] * size
+        if last_output and start + size == n:
+            outputs[-1] = True
+        yield Batch(chunk, range(first + start, first + start + size), [seq_id] * size, outputs)
+
+
+__all__ = ["Batch", "CancelFlag", "Core", "batches"]

@@ -1,0 +1,185 @@
+"""The live native objects of a session: a placed model, its context and its adapters, made and freed as a whole.
+
+Laws:
+    1. The context is freed before its adapters, and both before the model.
+    2. What a step that failed has made is freed by :meth:`Engine.free`; a half-made engine never serves.
+    3. Between free and place no memory question is asked of the library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import psutil
+
+from llama_native import Adapter, Context, ContextParams, FlashAttn, KvType, LoadMode, Model, ModelParams, SplitMode
+from splitctl import placement as placing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from llama_native import Library
+    from splitctl.placement import Placement
+
+_AUTO_LINE = "Flash Attention was auto, set to "
+"""Source: the library's log while it makes a context with flash attention on auto."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """An adapter that the session loads again whenever its model is placed."""
+
+    path: str
+    scale: float
+
+
+def resolve_threads(placement: Placement) -> Placement:
+    """Put numbers where the placement leaves the threads to us: one a physical core, as llama.cpp's programs do."""
+    n = placement.n_threads or psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    return dataclasses.replace(placement, n_threads=n, n_threads_batch=placement.n_threads_batch or n)
+
+
+def model_params(placement: Placement, load_mode: LoadMode = LoadMode.AUTO) -> ModelParams:
+    """Say a placement in the native package's words."""
+    return ModelParams(
+        split_mode=SplitMode[placement.mode.name],
+        devices=placement.devices,
+        tensor_split=placement.tensor_split,
+        main_gpu=placement.main_gpu,
+        n_gpu_layers=placement.n_gpu_layers,
+        load_mode=load_mode,
+    )
+
+
+def context_params(placement: Placement, *, embeddings: bool) -> ContextParams:
+    """Say a placement's context in the native package's words."""
+    return ContextParams(
+        n_ctx=placement.n_ctx,
+        n_batch=placement.n_batch,
+        n_ubatch=placement.n_ubatch,
+        n_seq_max=placement.n_seq_max,
+        n_threads=placement.n_threads,
+        n_threads_batch=placement.n_threads_batch,
+        flash_attn=FlashAttn[placement.flash_attn.name],
+        type_k=KvType[placement.type_k.upper()],
+        type_v=KvType[placement.type_v.upper()],
+        offload_kqv=placement.offload_kqv,
+        kv_unified=placement.kv_unified,
+        embeddings=embeddings,
+    )
+
+
+class Engine:
+    """One model on its devices with one context.
+
+    Thread: the session's turn guards it. Lifetime: until :meth:`free`; may be placed again after it.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        model_path: str,
+        adapters: Sequence[LoadedAdapter] = (),
+        *,
+        embeddings: bool = False,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Hold what every placement of this session has in common."""
+        self.library = library
+        self.model_path = model_path
+        self.adapters = tuple(adapters)
+        self.embeddings = embeddings
+        self.is_cancelled = is_cancelled
+        self.model: Model | None = None
+        self.context: Context | None = None
+        self.n_loads = 0
+
+    def place(
+        self, placement: Placement, progress: Callable[[float], None] | None = None, *, cancellable: bool = True
+    ) -> None:
+        """Load the model into a placement.
+
+        Raises:
+            llama_native.CallFailed: the library returned NULL.
+            llama_native.LoadCancelled: the session's cancel flag was set, and ``cancellable``.
+        """
+
+        def on_progress(share: float) -> bool:
+            if progress is not None:
+                progress(share)
+            return not (cancellable and self.is_cancelled())
+
+        self.n_loads += 1
+        self.model = Model.load(self.library, self.model_path, model_params(placement), progress=on_progress)
+
+    def build(self, placement: Placement, *, abortable: bool = True) -> Placement:
+        """Make the context, and load and apply the adapters.
+
+        Returns:
+            The placement with what the library resolved: context size, flash attention, batch sizes.
+
+        Raises:
+            llama_native.CallFailed: the library returned NULL, or refused an adapter.
+        """
+        if self.model is None:
+            msg = "a context is built on a placed model"
+            raise AssertionError(msg)
+        said: list[str] = []
+        stop = self.library.log.listen(lambda _level, text: said.append(text))
+        try:
+            self.context = Context(
+                self.model,
+                context_params(placement, embeddings=self.embeddings),
+                abort=self.is_cancelled if abortable else None,
+            )
+        finally:
+            stop()
+        if self.adapters:
+            loaded = [(Adapter(self.model, one.path), one.scale) for one in self.adapters]
+            self.context.set_adapters(loaded)
+        return dataclasses.replace(
+            placement,
+            n_ctx=self.context.n_ctx,
+            n_batch=self.context.n_batch,
+            n_ubatch=self.context.n_ubatch,
+            flash_attn=_resolved_flash_attn(placement, said),
+        )
+
+    def encode(self, tokens: NDArray[np.int32], seq_id: int) -> None:
+        """Run the encoder over a sequence's encoder tokens (at most n_batch, in one batch)."""
+        n = int(tokens.size)
+        self.live.encode(tokens.tolist(), range(n), [seq_id] * n, [True] * n)
+
+    @property
+    def live(self) -> Context:
+        """The context; asking for it when there is none is a fault of ours."""
+        if self.context is None:
+            msg = "the engine has no context now"
+            raise AssertionError(msg)
+        return self.context
+
+    def free(self) -> None:
+        """Free context, adapters and model, whichever there are."""
+        context, model, self.context, self.model = self.context, self.model, None, None
+        if context is not None:
+            context.close()
+        if model is not None:
+            model.close()
+
+
+def _resolved_flash_attn(placement: Placement, said: Sequence[str]) -> placing.FlashAttn:
+    if placement.flash_attn is not placing.FlashAttn.AUTO:
+        return placement.flash_attn
+    for text in said:
+        if _AUTO_LINE in text:
+            return placing.FlashAttn.OFF if "disabled" in text.split(_AUTO_LINE, 1)[1] else placing.FlashAttn.ON
+    return placing.FlashAttn.ON
+
+
+__all__ = ["Engine", "LoadedAdapter", "context_params", "model_params", "resolve_threads"]

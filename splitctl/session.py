@@ -1,0 +1,617 @@
+"""An in-process session: a model that goes on serving while its split mode changes under it.
+
+Main path of a switch: ``Session.switch`` -> ``switcher.run`` -> ``machine.step`` -> command -> ``effects.perform`` ->
+event -> ``machine.step``. It survives failures that return; a library that aborts takes the process with it (which
+is why a target is tried in a child first, and why a hosted session runs in a worker).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from llama_native import CallFailed, Library, sequence_state_get, sequence_state_set, sequence_state_size
+from splitctl.core import Batch, CancelFlag, Core, batches
+from splitctl.engine import Engine, LoadedAdapter, resolve_threads
+from splitctl.errors import Busy, Cancelled, ConfigInvalid, Parked, Refused
+from splitctl.facts import read_facts
+from splitctl.outcome import Reason, SwitchOutcome, Via
+from splitctl.placement import FlashAttn, Placement, SplitMode
+from splitctl.sampler import Sampler
+from splitctl.sequence import SamplerSpec, no_logits, no_tokens
+from splitctl.storage import Storage
+from splitctl.switching.checking import Checker
+from splitctl.switching.effects import Effects, Options
+from splitctl.switching.machine import Request, Stage
+from splitctl.switching.switcher import Switcher
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from splitctl.core import Batch as _Batch
+    from splitctl.facts import ModelFacts
+    from splitctl.slot import Slot
+    from splitctl.switching.checking import Prober
+
+
+class Proof(Enum):
+    """How a restored state is proved before the session serves from it."""
+
+    BYTES = "bytes"
+    POSITIONS = "positions"
+    OFF = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token.
+
+    Args:
+        id: its id.
+        piece: its bytes; may be a part of a UTF-8 character; empty for one that ends the generation.
+        pos: its position in the sequence.
+        is_end: it ends the generation.
+    """
+
+    id: int
+    piece: bytes
+    pos: int
+    is_end: bool
+
+
+class Session:
+    """Sequences on a placed model.
+
+    Thread: any; one at a time works, a switch goes first. Lifetime: until :meth:`close`; also a context manager.
+    """
+
+    def __init__(self, core: Core, checker: Checker) -> None:
+        """Use :meth:`open`."""
+        self._core = core
+        self._checker = checker
+        self._storage = Storage(core)
+        self._effects = Effects(core, self._storage.park)
+        self._switcher = Switcher(self._effects, core.placement)
+
+    @classmethod
+    def open(
+        cls,
+        model_path: str | os.PathLike[str],
+        placement: Placement | None = None,
+        *,
+        library: Library | None = None,
+        adapters: Sequence[tuple[str | os.PathLike[str], float]] = (),
+        embeddings: bool = False,
+        prober: Prober | None = None,
+        cancel: threading.Event | None = None,
+        progress: Callable[[float], None] | None = None,
+        force: bool = False,
+    ) -> Session:
+        """Load a model and open a context.
+
+        Args:
+            model_path: the GGUF, or the first part of a split one.
+            placement: where and how; None: llama.cpp's defaults. What it leaves to the library is resolved and fixed:
+                context size, flash attention, threads.
+            library: the open library; None opens the first usable one.
+            adapters: LoRA files and their scales, applied in this order; they travel with every switch.
+            embeddings: also compute embeddings (models without logits need it).
+            prober: tries a target placement in a child process; None: the rules alone judge it.
+            cancel: set it to end a load, a prompt or a switch early.
+            progress: told the loaded share, 0.0 to 1.0.
+            force: open also what only a try in a child process speaks against.
+
+        Raises:
+            Refused: a rule or the probe refuses the placement; nothing was loaded.
+            BadModelFile: the file is missing, no GGUF, truncated or hostile.
+            ConfigInvalid: the placement cannot be for this model and library.
+            llama_native.NativeError: no library, or it refused the model or the context.
+        """
+        facts = read_facts(os.fspath(model_path))
+        library = library or Library.open()
+        wanted = resolve_threads(placement or Placement())
+        checker = Checker(library, facts, prober)
+        reasons = checker.opening(wanted, force=force)
+        if reasons:
+            raise Refused(reasons)
+        flag = CancelFlag(cancel)
+        engine = Engine(
+            library,
+            os.fspath(model_path),
+            [LoadedAdapter(os.fspath(path), scale) for path, scale in adapters],
+            embeddings=embeddings,
+            is_cancelled=flag.is_set,
+        )
+        try:
+            engine.place(wanted, progress)
+            resolved = engine.build(wanted)
+            core = Core(engine, facts, resolved, flag)
+        except BaseException:
+            engine.free()
+            raise
+        return cls(core, checker)
+
+    @property
+    def placement(self) -> Placement:
+        """The placement that the session serves in, with what the library resolved."""
+        return self._core.placement
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What the model's header says."""
+        return self._core.facts
+
+    @property
+    def stage(self) -> Stage:
+        """Where the session is."""
+        return self._switcher.state.stage
+
+    @property
+    def last_switch(self) -> SwitchOutcome | None:
+        """The last switch as it stands now: its trial may have confirmed it, or fallen back from it."""
+        return self._switcher.last
+
+    @property
+    def n_decodes(self) -> int:
+        """Decodes done since the session opened."""
+        return self._core.n_decodes
+
+    @property
+    def parked_at(self) -> Path | None:
+        """Where a parked session's carry lies."""
+        return self._effects.parked_at
+
+    def tokens(self, seq_id: int = 0) -> list[int]:
+        """Return a sequence's tokens, the newest of which may not have been decoded yet."""
+        return list(self._slot(seq_id).tokens)
+
+    def logits(self, seq_id: int = 0) -> NDArray[np.float32]:
+        """Return the rows of the sequence's last decode: float32[n_outputs, n_vocab]; a copy."""
+        return self._slot(seq_id).logits.copy()
+
+    def embedding(self, seq_id: int = 0) -> NDArray[np.float32] | None:
+        """Return the embedding of the last prompt: float32[n_embd]; None where there is none."""
+        return self._slot(seq_id).embedding
+
+    def tokenize(self, text: str | bytes, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Turn text into the model's tokens; ``add_special`` adds BOS as the model wants it."""
+        with self._working("tokenizing"):
+            model = self._model()
+            return model.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        seq_id: int = 0,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Read tokens into a sequence, after what it holds.
+
+        Args:
+            tokens: int32[n], n at least 1.
+            seq_id: the sequence.
+            progress: told tokens done and all, after each batch.
+
+        Raises:
+            ConfigInvalid: no token, or one outside the vocabulary.
+            ContextFull: there is no room; nothing was decoded.
+            Cancelled: the cancel flag was set; the sequence keeps what was read.
+        """
+        slot = self._slot(seq_id)
+        self._check_tokens(tokens)
+        if self._core.is_encoder_decoder and not slot.encoder_tokens.size:
+            tokens = self._begin_decoder(slot, tokens)
+        with self._working("reading a prompt"):
+            self._settle(slot)
+            self._core.check_room(seq_id, len(tokens))
+        n_batch = self._core.placement.n_batch
+        done, n = 0, len(tokens)
+        while done < n:
+            with self._working("reading a prompt"):
+                chunk = tokens[done : done + min(n_batch, self._core.placement.n_batch)]
+                batch = next(iter(batches(seq_id, chunk, slot.n_past, len(chunk), last_output=done + len(chunk) == n)))
+                self._decode_new(slot, batch)
+                done += len(chunk)
+            if progress is not None:
+                progress(done, n)
+
+    def generate(
+        self, seq_id: int = 0, *, n: int = -1, sampler: SamplerSpec | None = None
+    ) -> Iterator[Token]:
+        """Generate, one token a step; a switch may come between any two.
+
+        Args:
+            seq_id: a sequence that holds a prompt.
+            n: most tokens; -1 goes on to an end token or a full context.
+            sampler: how to draw; None goes on with the sequence's own (a new one where it has none).
+
+        Yields:
+            Tokens; the last one may be an end token.
+
+        Raises:
+            ConfigInvalid: the sequence holds nothing to go on from.
+            ContextFull: there is no room for a further token, and ``n`` asked for it.
+        """
+        slot = self._slot(seq_id)
+        if sampler is not None:
+            self.set_sampler(sampler, seq_id)
+        made = 0
+        while n < 0 or made < n:
+            token = self.advance((seq_id,))[seq_id]
+            made += 1
+            yield token
+            if token.is_end or (n < 0 and slot.n_past + 1 >= self._core.placement.n_ctx):
+                return
+
+    def advance(self, seq_ids: Sequence[int]) -> dict[int, Token]:
+        """Generate one token for each of several sequences, in one decode.
+
+        Args:
+            seq_ids: sequences that hold a prompt, each once.
+
+        Returns:
+            Sequence id -> its next token; it is decoded by the next call.
+
+        Raises:
+            ConfigInvalid: a sequence holds nothing to go on from.
+            ContextFull: there is no room.
+        """
+        with self._working("generating"):
+            slots = [self._slot(seq_id) for seq_id in seq_ids]
+            self._decode_pending([slot for slot in slots if slot.n_past < len(slot.tokens)])
+            return {slot.seq_id: self._draw(slot) for slot in slots}
+
+    def set_sampler(self, spec: SamplerSpec, seq_id: int = 0) -> None:
+        """Draw a sequence's next tokens by ``spec``; the same one again goes on where it is."""
+        with self._working("setting a sampler"):
+            self._set_sampler(self._slot(seq_id), spec)
+
+    def copy_sequence(self, source: int, target: int) -> None:
+        """Let an empty sequence start as a copy of another; it is whole at once, with nothing left for a later decode.
+
+        Raises:
+            ConfigInvalid: the target is not empty, or is the source.
+        """
+        with self._working("copying a sequence"):
+            src, dst = self._slot(source), self._slot(target)
+            if src is dst or not dst.is_empty:
+                raise ConfigInvalid("target", target, "an empty sequence, other than the source")
+            self._copy_memory(src, dst)
+            dst.tokens = src.tokens[:]
+            dst.n_past = src.n_past
+            dst.encoder_tokens = src.encoder_tokens
+            dst.take_rows(src.logits.copy(), src.output_ids.copy())
+
+    def remove_sequence(self, seq_id: int) -> None:
+        """Forget a sequence."""
+        with self._working("removing a sequence"):
+            slot = self._slot(seq_id)
+            if self._core.has_memory:
+                self._core.engine.live.seq_rm(seq_id)
+            slot.clear()
+
+    def rewind(self, n_tokens: int, seq_id: int = 0) -> None:
+        """Cut a sequence to its first ``n_tokens``; where this memory cannot be cut, they are read again.
+
+        Raises:
+            ConfigInvalid: more tokens than the sequence holds, or none.
+        """
+        with self._working("rewinding"):
+            slot = self._slot(seq_id)
+            if not 0 < n_tokens <= slot.n_past:
+                raise ConfigInvalid("n_tokens", n_tokens, f"1 to {slot.n_past}")
+            self._cut(slot, n_tokens)
+
+    def shift(self, n_keep: int, n_discard: int, seq_id: int = 0) -> None:
+        """Drop ``n_discard`` tokens after the first ``n_keep`` and move the rest down; applied at once.
+
+        Raises:
+            Refused: in tensor mode (the next decode would abort), or where the memory cannot shift.
+            ConfigInvalid: the numbers do not fit the sequence.
+        """
+        with self._working("shifting a context"):
+            slot = self._slot(seq_id)
+            self._refuse_shift()
+            self._settle(slot)
+            if n_keep < 0 or n_discard <= 0 or n_keep + n_discard >= slot.n_past:
+                raise ConfigInvalid("n_discard", n_discard, f"1 to {max(slot.n_past - n_keep - 1, 0)}")
+            context = self._core.engine.live
+            if not context.seq_rm(seq_id, n_keep, n_keep + n_discard):
+                raise Refused((Reason("cannot-shift", "this memory cannot drop tokens from its middle"),))
+            context.seq_add(seq_id, n_keep + n_discard, -1, -n_discard)
+            del slot.tokens[n_keep : n_keep + n_discard]
+            slot.n_past -= n_discard
+            # The keys follow at the next decode, so one is done now: the last token once more, in its new place.
+            self._again(slot)
+
+    def switch(
+        self,
+        target: Placement,
+        *,
+        proof: Proof = Proof.BYTES,
+        convert: bool = True,
+        force: bool = False,
+        timeout_s: float | None = 60.0,
+        progress: Callable[[Stage, float], None] | None = None,
+    ) -> SwitchOutcome:
+        """Move the session into another placement, keeping every sequence, the last logits and the samplers.
+
+        Args:
+            target: the whole placement wanted (``session.placement.changed(mode=...)`` makes one).
+            proof: how the restored state is proved.
+            convert: False refuses a target that needs the carry converted.
+            force: skip the rules and the probe; structural checks stay.
+            timeout_s: how long to wait for the token boundary, seconds; None: as long as it takes.
+            progress: told the stage and the share of it that is done.
+
+        Returns:
+            The outcome: switched, unchanged, fell_back, refused, cancelled or parked. Never raises for those.
+
+        Raises:
+            Busy: another switch is under way, or the call comes from inside a callback.
+            Parked: the session serves no more.
+        """
+        core = self._core
+        target = self._whole(target)
+        with core.turn.announce_switch(f"a switch to {target.mode.value}"):
+            if self.stage in {Stage.PARKED, Stage.CLOSED}:
+                raise Parked(self.parked_at)
+            options = Options(
+                read_back=proof is Proof.BYTES,
+                prove=proof is not Proof.OFF,
+                timeout_s=timeout_s,
+                check=lambda placement: self._checker.switching(core, placement, force=force, convert=convert),
+                progress=progress or (lambda _stage, _share: None),
+            )
+            return self._switcher.run(Request(target, self._via(target)), options)
+
+    def save(self, path: str | os.PathLike[str]) -> int:
+        """Write the whole session (state, tokens, logits, samplers) to one file; returns its bytes.
+
+        Raises:
+            CarryNotWritten: what was at the path before is still there.
+        """
+        with self._working("saving"):
+            return self._storage.save(path)
+
+    def restore(self, path: str | os.PathLike[str]) -> None:
+        """Replace everything the session holds with what :meth:`save` wrote.
+
+        Raises:
+            CarryDamaged: the file is not what was sealed; the session is as it was.
+            CarryMismatch: it belongs to another model or layout; the session is as it was.
+        """
+        with self._working("restoring"):
+            self._storage.restore(path, self._set_sampler)
+
+    def close(self) -> None:
+        """Free samplers, context and model; a second call does nothing."""
+        if self.stage is Stage.CLOSED:
+            return
+        with self._core.turn.take("closing"):
+            for slot in self._core.slots.values():
+                slot.clear()
+            self._switcher.close()
+
+    def __enter__(self) -> Session:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    # -- inside a turn ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _working(self, what: str) -> Iterator[None]:
+        with self._core.turn.take(what):
+            if self.stage in {Stage.PARKED, Stage.CLOSED}:
+                raise Parked(self.parked_at)
+            yield
+
+    def _slot(self, seq_id: int) -> Slot:
+        slot = self._core.slots.get(seq_id)
+        if slot is None:
+            raise ConfigInvalid("seq_id", seq_id, f"0 to {len(self._core.slots) - 1} (n_seq_max is {len(self._core.slots)})")
+        return slot
+
+    def _model(self):  # type: ignore[no-untyped-def]
+        model = self._core.engine.model
+        if model is None:
+            raise Parked(self.parked_at)
+        return model
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        if not len(tokens):
+            raise ConfigInvalid("tokens", "none", "at least one token (the prompt is empty)")
+        n_vocab = self._core.n_vocab
+        for token in tokens:
+            if not 0 <= token < n_vocab:
+                raise ConfigInvalid("tokens", token, f"0 to {n_vocab - 1}, the model's vocabulary")
+
+    def _begin_decoder(self, slot: Slot, tokens: Sequence[int]) -> list[int]:
+        """Give an encoder-decoder's prompt to its encoder; the decoder starts with its own first token."""
+        with self._working("encoding a prompt"):
+            slot.encoder_tokens = np.array(tokens, np.int32)
+            self._core.encode()
+        return [max(self._core.decoder_start, 0)]
+
+    def _settle(self, slot: Slot) -> None:
+        """Decode a token that was drawn and delivered but is not in the memory yet."""
+        if slot.n_past < len(slot.tokens):
+            self._decode_pending([slot])
+
+    def _decode_pending(self, slots: Sequence[Slot]) -> None:
+        if not slots:
+            return
+        for slot in slots:
+            self._core.check_room(slot.seq_id, 1)
+        batch = Batch(
+            [slot.tokens[-1] for slot in slots],
+            [slot.n_past for slot in slots],
+            [slot.seq_id for slot in slots],
+            [True] * len(slots),
+        )
+        rows = self._run(batch)
+        for index, slot in enumerate(slots):
+            slot.n_past += 1
+            self._take(slot, index, rows[index])
+
+    def _decode_new(self, slot: Slot, batch: _Batch) -> None:
+        """Decode tokens that the sequence does not have yet, and book them as far as the memory holds them."""
+        try:
+            rows = self._run(batch)
+        except Cancelled:
+            self._book_what_is_held(slot, batch)
+            raise
+        slot.tokens.extend(batch.tokens)
+        slot.n_past += len(batch.tokens)
+        if slot.sampler is not None:
+            for token in batch.tokens:
+                slot.sampler.accept(token)
+        for index, row in rows.items():
+            self._take(slot, index, row)
+
+    def _book_what_is_held(self, slot: Slot, batch: _Batch) -> None:
+        if not self._core.has_memory:
+            return
+        n_held = self._core.engine.live.pos_max(slot.seq_id) + 1 - slot.n_past
+        slot.tokens.extend(batch.tokens[:n_held])
+        slot.n_past += max(n_held, 0)
+        slot.take_rows(no_logits(), no_tokens())
+
+    def _take(self, slot: Slot, index: int, row: NDArray[np.float32]) -> None:
+        if self._core.engine.embeddings:
+            slot.embedding = np.frombuffer(self._core.engine.live.embeddings(index, slot.seq_id), np.float32)
+        slot.take_rows(row.reshape(1, -1), np.array([index], np.int32))
+
+    def _run(self, batch: _Batch) -> dict[int, NDArray[np.float32]]:
+        """Decode; the first decode after a switch is its trial, and one that fails is done again in the old placement."""
+        core = self._core
+        if not self._switcher.on_trial:
+            return core.run(batch)
+        try:
+            rows = core.run(batch)
+            wrong = _nonsense(rows)
+        except CallFailed as error:
+            rows, wrong = {}, str(error)
+        if not wrong:
+            self._switcher.trial_succeeded()
+            return rows
+        self._switcher.trial_failed(Reason("trial-failed", f"the first decode after the switch failed: {wrong}"))
+        if self.stage is Stage.PARKED:
+            raise Parked(self.parked_at)
+        return core.run(batch)
+
+    def _draw(self, slot: Slot) -> Token:
+        if not slot.has_logits:
+            raise ConfigInvalid("seq_id", slot.seq_id, "a sequence that holds a prompt with logits (prefill first)")
+        if slot.sampler is None:
+            self._set_sampler(slot, SamplerSpec())
+        sampler = slot.sampler
+        if sampler is None:
+            msg = "a sampler has just been set"
+            raise AssertionError(msg)
+        token = sampler.sample(slot.logits[-1])
+        slot.tokens.append(token)
+        model = self._model()
+        is_end = bool(model.is_eog(token))
+        piece = b"" if is_end or not model.has_tokenizer else model.piece(token)
+        return Token(token, piece, len(slot.tokens) - 1, is_end)
+
+    def _set_sampler(self, slot: Slot, spec: SamplerSpec) -> None:
+        if slot.sampler is not None:
+            if slot.sampler.spec == spec:
+                return
+            slot.sampler.close()
+        slot.sampler = Sampler(self._core.engine.library, spec, self._core.n_vocab)
+        slot.sampler.replay(slot.tokens, 0)
+
+    def _copy_memory(self, src: Slot, dst: Slot) -> None:
+        core = self._core
+        context = core.engine.live
+        if not core.has_memory or src.n_past == 0:
+            return
+        if core.placement.kv_unified and core.facts.architecture not in _ALWAYS_STREAMS:
+            context.seq_cp(src.seq_id, dst.seq_id)
+            return
+        # Between streams the library copies rows at the next decode only; the sequence's state is whole at once.
+        buffer = bytearray(sequence_state_size(context, src.seq_id))
+        n = sequence_state_get(context, buffer, src.seq_id)
+        sequence_state_set(context, memoryview(buffer)[:n], dst.seq_id)
+
+    def _cut(self, slot: Slot, n_tokens: int) -> None:
+        core = self._core
+        tokens = slot.tokens[:n_tokens]
+        if core.has_memory and core.engine.live.seq_rm(slot.seq_id, n_tokens - 1, -1):
+            slot.tokens, slot.n_past = tokens[:-1], n_tokens - 1
+            self._decode_new(slot, next(iter(batches(slot.seq_id, tokens[-1:], n_tokens - 1, 1, last_output=True))))
+            return
+        if core.has_memory:
+            core.engine.live.seq_rm(slot.seq_id)
+        slot.tokens, slot.n_past = tokens[:0], 0
+        for batch in batches(slot.seq_id, tokens, 0, core.placement.n_batch, last_output=True):
+            self._decode_new(slot, batch)
+
+    def _again(self, slot: Slot) -> None:
+        """Decode a sequence's last token again in its place."""
+        self._core.engine.live.seq_rm(slot.seq_id, slot.n_past - 1, -1)
+        slot.n_past -= 1
+        self._decode_pending([slot])
+
+    def _refuse_shift(self) -> None:
+        if self._core.placement.mode is SplitMode.TENSOR:
+            reason = Reason(
+                "shift-in-tensor-mode",
+                "the context cannot be shifted in tensor mode (the library's next decode would abort); "
+                "switch to layer first, or open a larger context",
+            )
+            raise Refused((reason,))
+        if not self._core.engine.live.can_shift():
+            raise Refused((Reason("cannot-shift", "this model's memory cannot be shifted; open a larger context"),))
+
+    def _whole(self, target: Placement) -> Placement:
+        """Fill in what a target leaves open with what the session has resolved."""
+        now = self._core.placement
+        target = resolve_threads(target) if target.n_threads == 0 else target
+        return dataclasses.replace(
+            target,
+            n_ctx=target.n_ctx or now.n_ctx,
+            flash_attn=now.flash_attn if target.flash_attn is FlashAttn.AUTO else target.flash_attn,
+        )
+
+    def _via(self, target: Placement) -> Via:
+        """The library's own call is used only when nothing but the mode and tensor_split changes, and nothing forbids it."""
+        core = self._core
+        changed = set(core.placement.differs(target))
+        if not core.engine.library.has("native-switch") or core.engine.adapters:
+            return Via.COMPOSED
+        return Via.NATIVE if changed and changed <= {"mode", "tensor_split"} else Via.COMPOSED
+
+
+_ALWAYS_STREAMS = frozenset({"deepseek4"})
+"""Architectures that keep a stream for each sequence whatever is asked. Source: seen on build 11549."""
+
+
+def _nonsense(rows: dict[int, NDArray[np.float32]]) -> str:
+    for row in rows.values():
+        if bool(np.isnan(row).any()):
+            return "its logits are not numbers"
+        if row.size > 1 and bool((row == row[0]).all()):
+            return "its logits are all equal"
+    return ""
+
+
+__all__ = ["Busy", "Proof", "Session", "Token"]

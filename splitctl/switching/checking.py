@@ -1,0 +1,94 @@
+"""CHECKING: gathers what the rules look at, asks them, and where a try can tell, asks the probe. Touches nothing.
+
+A try runs in a child process (``host.probes.Prober``), which may die of it: that is its answer. It is asked only for
+modes that a build can get wrong, and only when no rule has refused the target for good.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import psutil
+
+from splitctl.outcome import Reason
+from splitctl.placement import SplitMode
+from splitctl.probing import Verdict
+from splitctl.switching import rules
+from splitctl.switching.circumstances import BuildFacts, HostFacts, SessionFacts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llama_native import Library
+    from splitctl.core import Core
+    from splitctl.facts import ModelFacts
+    from splitctl.placement import Placement
+    from splitctl.probing import ProbeVerdict
+
+_TRIED = frozenset({SplitMode.TENSOR, SplitMode.ROW})
+"""Modes whose failures do not return. A load in another mode returns NULL where it cannot be."""
+
+
+class Prober(Protocol):
+    """Tries a placement of a model in a child process."""
+
+    def __call__(self, model_path: Path, placement: Placement, facts: ModelFacts) -> ProbeVerdict:
+        """Return what the try came to, remembered or fresh."""
+
+
+class Checker:
+    """Judges targets for one model and library."""
+
+    def __init__(self, library: Library, facts: ModelFacts, prober: Prober | None) -> None:
+        """Judge by the rules, and by ``prober`` where there is one."""
+        self._facts = facts
+        self._prober = prober
+        self._build = BuildFacts(version=library.version, max_devices=library.max_devices)
+        self._devices = {
+            device.name: device.kind.name.lower() if device.kind else "" for device in library.devices(memory=False)
+        }
+
+    def opening(self, placement: Placement, *, force: bool = False) -> tuple[Reason, ...]:
+        """Return the reasons not to open a session in a placement; none: open it."""
+        return self._reasons(None, placement, SessionFacts(tokens={}), force=force, convert=True)
+
+    def switching(self, core: Core, target: Placement, *, force: bool, convert: bool) -> tuple[Reason, ...]:
+        """Return the reasons not to switch to a target; none: try it.
+
+        Args:
+            core: the session's parts, read only.
+            target: the whole placement.
+            force: keep only the reasons that no try could outlive.
+            convert: whether the carry may be converted for the target.
+        """
+        used = core.used()
+        held = {slot.seq_id: slot.n_past for slot in used}
+        session = SessionFacts(tokens=held, sealed_bytes=core.arena.n_bytes)
+        return self._reasons(core.placement, target, session, force=force, convert=convert)
+
+    def _reasons(
+        self, current: Placement | None, target: Placement, session: SessionFacts, *, force: bool, convert: bool
+    ) -> tuple[Reason, ...]:
+        del convert  # every conversion is refused by a rule today
+        host = HostFacts(devices=self._devices, mem_available=psutil.virtual_memory().available)
+
+        def judge(probe: ProbeVerdict | None) -> tuple[rules.Finding, ...]:
+            return rules.check(current, target, self._facts, self._build, host, session, probe)
+
+        findings = judge(None)
+        if force:
+            return rules.refused(f for f in findings if not f.settled_by_probe)
+        if self._prober is None or target.mode not in _TRIED or not rules.worth_a_try(findings):
+            return rules.refused(findings)
+        verdict = self._prober(self._facts.path, target, self._facts)
+        if verdict.verdict is Verdict.INCONCLUSIVE:
+            text = (
+                f"whether this build can do {target.describe()} could not be tried: {verdict.why}; free some memory, "
+                "or use --force to switch without the try"
+            )
+            return (*rules.refused(findings), Reason("probe-inconclusive", text))
+        return rules.refused(judge(verdict))
+
+
+__all__ = ["Checker", "Prober"]
