@@ -81,8 +81,8 @@ LIBRARY_FREE = ("splitctl.cli*", "splitctl.http*", "splitctl.host*", *PURE, *STA
 WORKER_SIDE = ("splitctl.host.worker", "splitctl.host.running", "splitctl.host.inspection", "splitctl.host.faults")
 #: Modules of a leaf that are public as modules, beside the names in its `__init__`.
 PUBLIC_MODULES = ("llama_native.discover", "llama_native.capabilities")
-#: The process entries: started as children by the host, they hold the library, may exit, and read what they are given.
-ENTRIES = ("splitctl.host.worker", "splitctl.probing.probe")
+#: The entry of the child process: it may exit, and reads what it is given.
+ENTRIES = ("splitctl.host.worker",)
 
 #: Height of each wing of splitctl; a module imports from its own wing and from lower ones. What is not named is 1.
 HEIGHT: Mapping[str, int] = {
