@@ -44,8 +44,6 @@ class Variant(Enum):
     JUNK_CALLBACK = ("-DSTUB_JUNK_CALLBACK",)
     # llama_kv_self_* in place of llama_memory_*.
     OLD_MEMORY = ("-DSTUB_OLD_MEMORY",)
-    # llama_memory_seq_rm is gone, llama_kv_self_seq_rm is there.
-    RENAMED_SEQ_RM = ("-DSTUB_NO_SEQ_RM", "-DSTUB_OLD_SEQ_RM")
     NO_SEQ_RM = ("-DSTUB_NO_SEQ_RM",)
     # llama_sampler_init_penalties without its first argument, in a build of an epoch that has it.
     OLD_PENALTIES = ("-DSTUB_OLD_PENALTIES",)
@@ -55,17 +53,18 @@ class Variant(Enum):
     TWIN = ('-DSTUB_ID="2"',)
 
 
-def build(variant: Variant = Variant.STOCK) -> Path:
+def build(variant: Variant = Variant.STOCK, *extra: str) -> Path:
     """Compile a variant, or take the one that was compiled from the same sources.
 
     Args:
         variant: which flags.
+        extra: further flags, such as those of a sanitizer.
 
     Returns:
         The path of its ``libllama.so``, in a folder of its own.
     """
     assert COMPILER is not None
-    command = [COMPILER, *_FLAGS, *variant.value]
+    command = [COMPILER, *_FLAGS, *variant.value, *extra]
     sources = sorted(_SOURCES.glob("*.c"))
     digest = hashlib.sha256("\0".join(command).encode())
     for path in [*sources, *sorted(_SOURCES.glob("*.h"))]:

@@ -45,6 +45,7 @@ API struct context *llama_init_from_model(struct model *model, struct context_pa
     c->n_ctx_seq = params.kv_unified ? n_ctx : params.n_seq_max ? (n_ctx / params.n_seq_max + 255) / 256 * 256 : 0;
     c->n_ctx = c->n_ctx_seq * c->n_stream;
     c->flash_attn = params.flash_attn_type != 0;
+    if (params.flash_attn_type < 0) stub_say(LOG_INFO, "llama_context: Flash Attention was auto, set to enabled\n");
     const char *why = NULL;
     if (stub_is(fault, "null")) why = "failed to allocate compute buffers";
     else if (params.n_seq_max < 1 || params.n_seq_max > MAX_SEQ || !c->n_ctx_seq) why = "n_seq_max or n_ctx out of range";
@@ -329,9 +330,6 @@ API bool llama_memory_seq_rm(struct memory *m, int32_t seq, int32_t p0, int32_t 
 #else
 void stub_unused_seq_rm(struct memory *m);
 void stub_unused_seq_rm(struct memory *m) { seq_rm(behind(m, "seq_rm"), 0, 0, 0); }
-#endif
-#ifdef STUB_OLD_SEQ_RM
-API bool llama_kv_self_seq_rm(struct context *c, int32_t seq, int32_t p0, int32_t p1) { return seq_rm(c, seq, p0, p1); }
 #endif
 API void llama_memory_seq_cp(struct memory *m, int32_t from, int32_t to, int32_t p0, int32_t p1) { seq_cp(behind(m, "seq_cp"), from, to, p0, p1); }
 API void llama_memory_seq_keep(struct memory *m, int32_t seq) { seq_keep(behind(m, "seq_keep"), seq); }

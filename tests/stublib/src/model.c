@@ -380,6 +380,11 @@ API void llama_model_free(struct model *model) {
     if (model->n_contexts) stub_mistake("llama_model_free with %d contexts alive", model->n_contexts);
     stub_fault("free_model", model->mode);
     model->handle.live = false;
+    for (struct adapter *adapter = model->adapters; adapter; adapter = adapter->next) /* they go with their model */
+        if (adapter->handle.live) {
+            adapter->handle.live = false;
+            stub_died("adapters");
+        }
     stub_unplace(model->devices, model->n_devices, model->weights);
     stub_died("models");
 }
@@ -469,6 +474,8 @@ API struct adapter *llama_adapter_lora_init(struct model *model, const char *pat
     struct adapter *adapter = calloc(1, sizeof *adapter);
     adapter->handle = (struct handle){stub_next_id("adapters"), true};
     adapter->model = model;
+    adapter->next = model->adapters;
+    model->adapters = adapter;
     adapter->hash = 0xcbf29ce484222325u;
     for (size_t i = 0; i < n; i++) adapter->hash = (adapter->hash ^ bytes[i]) * 0x100000001b3u;
     free(bytes);
@@ -479,7 +486,6 @@ API struct adapter *llama_adapter_lora_init(struct model *model, const char *pat
 API void llama_adapter_lora_free(struct adapter *adapter) {
     stub_note("llama_adapter_lora_free adapter=%d", adapter ? adapter->handle.id : 0);
     if (!adapter || !stub_alive(&adapter->handle, "llama_adapter_lora_free")) return;
-    stub_alive(&adapter->model->handle, "llama_adapter_lora_free of a model that is gone:");
     adapter->handle.live = false;
     stub_died("adapters");
 }

@@ -147,11 +147,13 @@ struct model {
     int mode, main_gpu, n_devices, n_contexts;
     struct device *devices[MAX_DEVICES];
     int64_t weights[MAX_DEVICES];
+    struct adapter *adapters;
 };
 
 struct adapter {
     struct handle handle;
     struct model *model;
+    struct adapter *next;
     uint64_t hash;
 };
 
