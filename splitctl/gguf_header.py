@@ -112,14 +112,17 @@ def read_header(path: Path) -> GgufHeader:
         raise BadModelFile(path, ModelFileFault.MISSING, "there is no such file", "check the path") from error
     except OSError as error:
         raise BadModelFile(path, ModelFileFault.UNREADABLE, error.strerror or str(error), "check its rights") from error
-    with os.fdopen(handle, "rb", buffering=0) as file:
-        status = os.fstat(file.fileno())
+    try:
+        status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             what = "a directory" if stat.S_ISDIR(status.st_mode) else "no regular file"
             raise BadModelFile(path, ModelFileFault.NOT_A_FILE, f"it is {what}", "name the .gguf file itself")
         if status.st_size == 0:
             raise BadModelFile(path, ModelFileFault.EMPTY, "it has 0 bytes", _AGAIN)
-        return _Walk(path, file, status.st_size).header()
+        with os.fdopen(handle, "rb", buffering=0, closefd=False) as file:
+            return _Walk(path, file, status.st_size).header()
+    finally:
+        os.close(handle)
 
 
 class _Walk:

@@ -212,8 +212,8 @@ def _tensor_heads(case: _Case) -> Iterator[Finding]:
         yield case.known("k-norm-with-one-kv-head", text)
     if heads == 1 and case.quantized:
         text = (
-            f"the model has one KV head and the cache is {target.type_k}/{target.type_v}: in tensor mode libllama aborts "
-            "at the first decode (unsupported split of mul_mat); use an f16 cache or layer mode"
+            f"the model has one KV head and the cache is {target.type_k}/{target.type_v}: in tensor mode libllama "
+            "aborts at the first decode (unsupported split of mul_mat); use an f16 cache or layer mode"
         )
         yield case.known("quantized-cache-with-one-kv-head", text)
     if case.n_active > heads:
