@@ -55,9 +55,11 @@ ENCODER_ONLY = frozenset(
         "gemma-embedding",
         "wavtokenizer-dec",
         "t5encoder",
-        "llama-embed",
     }
 )
+
+#: Decoders that give embeddings and no logits; they keep a cache.
+EMBEDDING = frozenset({"llama-embed"})
 
 #: Encoder and decoder.
 ENCODER_DECODER = frozenset({"t5"})

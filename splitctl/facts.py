@@ -127,6 +127,11 @@ class ModelFacts:
         return self.architecture in architectures.ENCODER_ONLY
 
     @property
+    def gives_embeddings(self) -> bool:
+        """Whether it answers with embeddings and has no logits."""
+        return self.is_encoder_only or self.architecture in architectures.EMBEDDING
+
+    @property
     def is_encoder_decoder(self) -> bool:
         """Whether it has an encoder and a decoder."""
         return self.architecture in architectures.ENCODER_DECODER

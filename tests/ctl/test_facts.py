@@ -188,6 +188,9 @@ def test_encoders_and_diffusion_models_have_no_memory(tmp_path: Path) -> None:
     assert recipe_facts(tmp_path, "dream").is_diffusion
     assert recipe_facts(tmp_path, "t5").is_encoder_decoder
     assert recipe_facts(tmp_path, "bert").cache_bytes_per_token() == 0
+    embedder = recipe_facts(tmp_path, "llama-embed")
+    assert embedder.gives_embeddings
+    assert embedder.cache_bytes_per_token() > 0
 
 
 def test_every_recipe_has_facts(tmp_path: Path) -> None:
