@@ -1,7 +1,7 @@
 """Knows the bytes of a llama.cpp state: bytes in, views or bytes out.
 
 Main path: `parse(buffer)` finds the one sound meaning of the bytes (`layouts` says how they were written through the
-years, `sections` and `cells` read, `cursor` alone slices) -> `StateImage`, frozen views on the buffer ->
+years, `envelope`, `sections` and `cells` read, `cursor` alone slices) -> `StateImage`, frozen views on the buffer ->
 `validate(image, facts)` -> `emit(image)`, the bytes again.
 
 No files, no library, no clock: whoever has a file maps it and hands the mapping in.
@@ -27,8 +27,10 @@ from statecodec.image import (
     AttentionSection,
     Cells,
     Columns,
-    Form,
+    Content,
+    Media,
     OpaqueSection,
+    Outputs,
     RecurrentLayer,
     RecurrentSection,
     Rotation,
@@ -37,8 +39,9 @@ from statecodec.image import (
     Span,
     StateImage,
     Stream,
+    Tokens,
 )
-from statecodec.layouts import Layout, SectionKind
+from statecodec.layouts import Form, Layout, SectionKind
 from statecodec.limits import DEFAULT_LIMITS, Limits
 from statecodec.parse import parse
 from statecodec.tensor_types import TensorType
@@ -52,14 +55,17 @@ __all__ = [
     "Cells",
     "Chunk",
     "Columns",
+    "Content",
     "Form",
     "Inconsistent",
     "Layout",
     "LimitExceeded",
     "Limits",
+    "Media",
     "ModelFacts",
     "NotRepresentable",
     "OpaqueSection",
+    "Outputs",
     "RecurrentLayer",
     "RecurrentSection",
     "Rotation",
@@ -72,6 +78,7 @@ __all__ = [
     "StateImage",
     "Stream",
     "TensorType",
+    "Tokens",
     "TrailingBytes",
     "Truncated",
     "UnknownVersion",

@@ -62,6 +62,10 @@ class Cursor:
         """Another cursor at the same place, so that an alternative can be tried and given up."""
         return Cursor(self._data, self.offset)
 
+    def until(self, end: int) -> Cursor:
+        """Another cursor at the same place whose buffer ends at `end`, so that a record cannot leave its own bytes."""
+        return Cursor(self._data[:end], self.offset)
+
     @property
     def remaining(self) -> int:
         """Bytes left."""

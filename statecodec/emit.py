@@ -5,7 +5,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
+import numpy as np
+
 from statecodec.cells import pack_cells
+from statecodec.envelope import SEQUENCE_FILE_MAGIC, SEQUENCE_MAGIC, SESSION_FILE_MAGIC
 from statecodec.image import (
     AttentionSection,
     Columns,
@@ -16,6 +19,7 @@ from statecodec.image import (
     StateImage,
     Stream,
 )
+from statecodec.layouts import Form
 
 Chunk = bytes | memoryview
 
@@ -32,16 +36,34 @@ def emit(image: StateImage) -> Iterator[Chunk]:
     Lifetime:
         The views borrow the buffer that the image borrows.
     """
-    name = image.architecture.encode("ascii")
-    yield struct.pack("<I", len(name)) + name
+    yield from _head(image)
     for section in image.sections:
         yield from _section(section)
+
+
+def _head(image: StateImage) -> Iterator[Chunk]:
+    """Everything before the memory."""
+    if image.tokens is not None:
+        magic = SEQUENCE_FILE_MAGIC if image.form is Form.SEQUENCE_FILE else SESSION_FILE_MAGIC
+        yield struct.pack("<III", magic, image.version_word, len(image.tokens.words))
+        yield image.tokens.words.tobytes()
+    if image.source_seq_id is not None:
+        yield struct.pack("<Ii", SEQUENCE_MAGIC, image.source_seq_id)
+    if image.architecture is not None:
+        name = image.architecture.encode("ascii")
+        yield struct.pack("<I", len(name)) + name
+    if image.outputs is not None:
+        yield struct.pack("<I", len(image.outputs.ids)) + image.outputs.ids.tobytes()
+        for values in (image.outputs.logits, image.outputs.embeddings):
+            yield struct.pack("<Q", values.size)
+            yield values.reshape(-1).view(np.uint8).data
 
 
 def _section(section: Section) -> Iterator[Chunk]:
     match section:
         case AttentionSection():
-            yield struct.pack("<I", len(section.streams))
+            if section.is_streamed:
+                yield struct.pack("<I", len(section.streams))
             for stream in section.streams:
                 if stream is None:
                     yield struct.pack("<I", 0)

@@ -26,6 +26,7 @@ class ModelFacts:
         type_v: type of the V rows of attention sections.
         n_embd_k: values in a K row per layer that has one, of the first attention section; shape [n_layer].
         n_embd_v: values in a V row per layer that has one, of the first attention section; shape [n_layer].
+        n_vocab: tokens in the vocabulary.
     """
 
     architecture: str | None = None
@@ -42,6 +43,7 @@ class ModelFacts:
     type_v: TensorType | None = None
     n_embd_k: tuple[int, ...] | None = None
     n_embd_v: tuple[int, ...] | None = None
+    n_vocab: int | None = None
 
 
 NO_FACTS = ModelFacts()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from statecodec.layouts import Layout, SectionKind
+from statecodec.layouts import Form, Layout, SectionKind
 from statecodec.tensor_types import TYPE_TABLE, TensorType, row_values
 
 _PLAIN_DTYPES: dict[TensorType, np.dtype[Any]] = {
@@ -26,10 +26,12 @@ _PLAIN_DTYPES: dict[TensorType, np.dtype[Any]] = {
 }
 
 
-class Form(enum.Enum):
-    """The outermost shape of the bytes."""
+class Content(enum.Enum):
+    """How much of a memory the bytes hold."""
 
-    CONTEXT = "context"
+    FULL = "full"
+    PARTIAL = "partial"
+    ON_DEVICE = "on device"
 
 
 class Span(NamedTuple):
@@ -190,11 +192,13 @@ class AttentionSection:
         offset: where the section starts, in bytes from the start of the buffer.
         ext_bytes: bytes of each cell's extra record; 0 also where there is no cell to show it.
         streams: the streams by index; None for one that holds no cells.
+        is_streamed: whether a count of streams is written; oldest layouts have one stream and no count.
     """
 
     offset: int
     ext_bytes: int
     streams: tuple[Stream | None, ...]
+    is_streamed: bool = True
 
     @property
     def kind(self) -> SectionKind:
@@ -202,7 +206,7 @@ class AttentionSection:
         return SectionKind.ATTENTION
 
     def filled(self) -> Iterator[tuple[int, Stream]]:
-        """The streams that hold cells, with their index."""
+        """The streams that are written out, with their index; they hold cells, except in the oldest layouts."""
         for index, stream in enumerate(self.streams):
             if stream is not None:
                 yield index, stream
@@ -220,6 +224,10 @@ class AttentionSection:
     def sequences(self) -> dict[int, Span]:
         """Cell count and first and last position of every sequence in this section, by ascending id."""
         return merge_spans(stream.cells.sequences() for _, stream in self.filled())
+
+    def positions(self) -> npt.NDArray[np.int32]:
+        """Positions of the cells of all streams, one stream after the other; int32, shape [n_cells]."""
+        return np.concatenate([stream.cells.pos for _, stream in self.filled()] or [np.empty(0, dtype="<i4")])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -272,6 +280,10 @@ class RecurrentSection:
         """Cell count and position of every sequence here, by ascending id."""
         return self.cells.sequences()
 
+    def positions(self) -> npt.NDArray[np.int32]:
+        """Positions of the cells; int32, shape [n_cells]."""
+        return self.cells.pos
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpaqueSection:
@@ -311,22 +323,79 @@ Section = AttentionSection | RecurrentSection | OpaqueSection
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Outputs:
+    """What contexts of 2025 wrote before the memory: the results of the last decode.
+
+    Args:
+        offset: where they start, in bytes from the start of the buffer.
+        ids: place in the batch of each output; int32, shape [n_outputs].
+        logits: float32, shape [n_outputs, n_vocab], or [0, 0] where none were kept.
+        embeddings: float32, shape [n].
+    """
+
+    offset: int
+    ids: npt.NDArray[np.int32]
+    logits: npt.NDArray[np.float32]
+    embeddings: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Media:
+    """One media entry of a packed token record.
+
+    Args:
+        start: index of the first token that it stands for.
+        data: the server's own record of it, opaque here.
+    """
+
+    start: int
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokens:
+    """The token array of a file.
+
+    Args:
+        words: the array as it stands there; int32, shape [n].
+        text: the tokens; -1 where a media entry stands; int32, shape [n_tokens].
+        media: media entries, by ascending start; only in packed records.
+        packed_version: version of the server's packed record, or None for a plain array.
+    """
+
+    words: npt.NDArray[np.int32]
+    text: npt.NDArray[np.int32]
+    media: tuple[Media, ...]
+    packed_version: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StateImage:
     """A whole state.
 
     Args:
         form: the outermost shape.
-        architecture: the model architecture's name.
         sections: the memory's parts in order; empty where the model keeps no memory (encoder-only).
         layouts: every layout that these bytes have exactly this meaning in.
         n_bytes: length of the whole state.
+        architecture: the model architecture's name; None in sequence forms, which do not say.
+        version_word: the version word of a file; it is reported, and never what decided the layout.
+        tokens: the token array of a file.
+        outputs: what contexts of 2025 wrote before the memory.
+        source_seq_id: id of the sequence that a prefixed sequence blob was taken from.
+        content: how much of the memory is here; partial is only seen where facts name the sections.
     """
 
     form: Form
-    architecture: str
     sections: tuple[Section, ...]
     layouts: frozenset[Layout]
     n_bytes: int
+    architecture: str | None = None
+    version_word: int | None = None
+    tokens: Tokens | None = None
+    outputs: Outputs | None = None
+    source_seq_id: int | None = None
+    content: Content = Content.FULL
 
     @property
     def versions(self) -> frozenset[int]:
@@ -334,13 +403,34 @@ class StateImage:
         return frozenset(layout.session_version for layout in self.layouts)
 
     @property
+    def sequence_versions(self) -> frozenset[int]:
+        """Sequence versions that these bytes can be of; several when the bytes do not differ."""
+        return frozenset(layout.sequence_version for layout in self.layouts)
+
+    @property
+    def writers(self) -> tuple[str, ...]:
+        """A guess at what wrote these bytes, oldest first."""
+        ordered = sorted(self.layouts, key=lambda layout: (layout.session_version, not layout.has_outputs, layout.name))
+        return tuple(layout.writers for layout in ordered)
+
+    @property
     def is_opaque(self) -> bool:
         """Whether any part is carried without being understood."""
         return any(isinstance(section, OpaqueSection) for section in self.sections)
 
     def sequences(self) -> dict[int, Span]:
-        """What every sequence holds, by ascending id: most cells of any section, first and last position of all."""
-        return merge_spans((section.sequences() for section in self.sections), add=False)
+        """What every sequence holds, by ascending id: most cells of any section, first and last position of all.
+
+        In sequence forms there is one; its id is the source's where the bytes say it, 0 where they do not.
+        """
+        if not self.form.is_sequence:
+            return merge_spans((section.sequences() for section in self.sections), add=False)
+        held = [section for section in self.sections if not isinstance(section, OpaqueSection) and section.n_cells]
+        if not held:
+            return {}
+        positions = [section.positions() for section in held]
+        first, last = min(int(p.min()) for p in positions), max(int(p.max()) for p in positions)
+        return {self.source_seq_id or 0: Span(max(len(p) for p in positions), first, last)}
 
 
 def merge_spans(parts: Iterator[dict[int, Span]], *, add: bool = True) -> dict[int, Span]:

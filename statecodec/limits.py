@@ -23,6 +23,8 @@ class Limits:
         n_cell_runs: runs of cells with an equal number of sequences, in one stream.
         n_steps: alternatives that one parse may try.
         n_tokens: entries of a token array kept before a state.
+        n_outputs: outputs of the last decode.
+        n_media: media entries of a packed token record.
     """
 
     n_streams: int = 256
@@ -35,6 +37,8 @@ class Limits:
     n_cell_runs: int = 1 << 18
     n_steps: int = 20_000
     n_tokens: int = 1 << 27
+    n_outputs: int = 1 << 20
+    n_media: int = 1 << 16
 
 
 DEFAULT_LIMITS = Limits()

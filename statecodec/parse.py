@@ -4,19 +4,23 @@ Laws:
 1. A reading consumes every byte and keeps every law of `validate`, or it is none.
 2. Readings that mean the same are one image with several possible versions.
 3. If different meanings are left, the answer is `Ambiguous` and names the facts that would decide.
-4. If none is left, the error is the failure that got furthest.
+4. An old attention cache with one late cell for each sequence is a recurrent state, whose bytes are the same.
+5. If none is left, the error is the failure that got furthest.
+6. A file's version word never decides how it is read; a layout that does not go with the word is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from statecodec.cursor import Cursor, view
-from statecodec.errors import Ambiguous, BadField, StateFormatError, TrailingBytes, UnknownVersion
+from statecodec.envelope import Envelope, envelopes, read_outputs
+from statecodec.errors import Ambiguous, StateFormatError, UnknownVersion
 from statecodec.facts import NO_FACTS, ModelFacts
-from statecodec.image import AttentionSection, Form, OpaqueSection, RecurrentSection, Section, StateImage
-from statecodec.layouts import LAYOUTS, Grammar, grammars, patterns
+from statecodec.image import AttentionSection, Content, OpaqueSection, RecurrentSection, Section, StateImage
+from statecodec.layouts import LAYOUTS, Form, Grammar, Layout, grammars, patterns
 from statecodec.limits import DEFAULT_LIMITS, Limits
 from statecodec.sections import Failures, Trial, read_sections, shape_of
 from statecodec.validate import check_facts, check_laws
@@ -25,12 +29,11 @@ if TYPE_CHECKING:
     # collections.abc.Buffer exists from Python 3.12 on; the type checker knows it under this name everywhere.
     from typing_extensions import Buffer
 
-_NAME_CHARACTERS = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
-_CONTEXT_RECURRENT_SEQ_MIN = 1
+_Meaning = tuple[object, ...]
 
 
 def parse(buffer: Buffer, *, facts: ModelFacts | None = None, limits: Limits = DEFAULT_LIMITS) -> StateImage:
-    """Read a context blob (what `llama_state_get_data` wrote).
+    """Read a state: a context blob, a sequence blob, a session file or a sequence file.
 
     Args:
         buffer: the bytes; anything C-contiguous with the buffer protocol. Nothing is copied from tensors.
@@ -47,46 +50,83 @@ def parse(buffer: Buffer, *, facts: ModelFacts | None = None, limits: Limits = D
         The image borrows `buffer`; see `image`.
     """
     known = NO_FACTS if facts is None else facts
-    data = view(buffer)
-    ways = tuple(grammars(LAYOUTS, known))
-    if not ways:
-        versions = sorted(known.versions or ())
-        words = ", ".join(str(layout.session_version) for layout in LAYOUTS)
-        raise UnknownVersion(0, "session version", versions, words)
-    cursor = Cursor(data)
-    architecture = _architecture(cursor, limits)
+    if known.versions is not None and not any(layout.session_version in known.versions for layout in LAYOUTS):
+        words = ", ".join(sorted({str(layout.session_version) for layout in LAYOUTS}))
+        raise UnknownVersion(0, "session version in the facts", sorted(known.versions), words)
     failures = Failures()
-    images: dict[tuple[object, ...], StateImage] = {}
-    for grammar in ways:
-        for image in _readings(grammar, cursor, architecture, known, limits, failures):
+    images: dict[_Meaning, StateImage] = {}
+    for envelope in envelopes(Cursor(view(buffer)), limits, failures):
+        own = [layout for layout in LAYOUTS if _has_word(layout, envelope)]
+        found = _images(envelope, own, known, limits, failures)
+        if not found and len(own) < len(LAYOUTS):
+            others = _images(envelope, set(LAYOUTS).difference(own), known, limits, Failures())
+            _refuse_other_layout(envelope, own, others)
+        images.update(found)
+    return _only(list(images.values()), failures)
+
+
+def _has_word(layout: Layout, envelope: Envelope) -> bool:
+    """Whether a layout goes with the version word; without a word, every one does."""
+    word = layout.sequence_version if envelope.form is Form.SEQUENCE_FILE else layout.session_version
+    return envelope.version_word in {None, word}
+
+
+def _refuse_other_layout(envelope: Envelope, own: Iterable[Layout], others: dict[_Meaning, StateImage]) -> None:
+    """A sound payload of another layout than the version word says: a fork's file, or a patched one.
+
+    Raises:
+        UnknownVersion: there is such a payload.
+    """
+    names = sorted({layout.name for image in others.values() for layout in image.layouts})
+    if names:
+        found = f"{envelope.version_word} before a payload of layout {' or '.join(names)} (a fork's file?)"
+        raise UnknownVersion(4, "version word", found, " or ".join(layout.name for layout in own))
+
+
+def _images(
+    envelope: Envelope, layouts: Iterable[Layout], facts: ModelFacts, limits: Limits, failures: Failures
+) -> dict[_Meaning, StateImage]:
+    """The distinct meanings that some layouts give."""
+    images: dict[_Meaning, StateImage] = {}
+    ways = grammars(layouts, facts, envelope.form, prefixed=envelope.source_seq_id is not None)
+    for grammar, members in ways.items():
+        for image in _readings(grammar, members, envelope, facts, limits, failures):
             key = meaning(image)
             same = images.get(key)
-            images[key] = image if same is None else _merged(same, image)
-    return _only(list(images.values()), failures, cursor.offset)
-
-
-def _architecture(cursor: Cursor, limits: Limits) -> str:
-    """The name that a context blob begins with."""
-    start = cursor.offset
-    length = cursor.count("architecture name length", limits.name_bytes, item_bytes=1)
-    if not length:
-        raise BadField(start, "architecture name length", length, "1 or more")
-    start = cursor.offset
-    name = bytes(cursor.span(length, "architecture name"))
-    if not _NAME_CHARACTERS.issuperset(name):
-        raise BadField(start, "architecture name", name, "letters, digits, '-', '_' and '.'")
-    return name.decode("ascii")
+            images[key] = image if same is None else replace(same, layouts=same.layouts | image.layouts)
+    return images
 
 
 def _readings(
-    grammar: Grammar, cursor: Cursor, architecture: str, facts: ModelFacts, limits: Limits, failures: Failures
+    grammar: Grammar,
+    layouts: frozenset[Layout],
+    envelope: Envelope,
+    facts: ModelFacts,
+    limits: Limits,
+    failures: Failures,
 ) -> Iterator[StateImage]:
     """Every sound image that one grammar gives."""
-    recurrent_seq = (_CONTEXT_RECURRENT_SEQ_MIN, limits.n_seq)
-    trial = Trial(grammar, limits, patterns(facts), failures, recurrent_seq)
-    n_bytes = cursor.offset + cursor.remaining
-    for sections in read_sections(trial, cursor.fork()):
-        image = StateImage(Form.CONTEXT, architecture, sections, grammar.layouts, n_bytes)
+    accepted = patterns(facts, envelope.form)
+    trial = Trial(grammar, limits, accepted, failures)
+    cursor = envelope.cursor.fork()
+    try:
+        outputs = read_outputs(cursor, limits) if grammar.has_outputs else None
+    except StateFormatError as error:
+        failures.note(error)
+        return
+    for sections in read_sections(trial, cursor):
+        image = StateImage(
+            form=envelope.form,
+            sections=sections,
+            layouts=layouts,
+            n_bytes=cursor.offset + cursor.remaining,
+            architecture=envelope.architecture,
+            version_word=envelope.version_word,
+            tokens=envelope.tokens,
+            outputs=outputs,
+            source_seq_id=envelope.source_seq_id,
+            content=_content(grammar, sections, facts),
+        )
         try:
             check_laws(image)
             check_facts(image, facts)
@@ -96,12 +136,26 @@ def _readings(
         yield image
 
 
-def meaning(image: StateImage) -> tuple[object, ...]:
+def _content(grammar: Grammar, sections: tuple[Section, ...], facts: ModelFacts) -> Content:
+    """How much of the memory the sections are."""
+    # Without a single row there is nothing that could have stayed on the device.
+    if not grammar.has_tensors and any(_has_rows(section) for section in sections):
+        return Content.ON_DEVICE
+    kinds = tuple(section.kind.value for section in sections)
+    return Content.FULL if facts.sections in {None, kinds} else Content.PARTIAL
+
+
+def _has_rows(section: Section) -> bool:
+    return not isinstance(section, OpaqueSection) and bool(section.n_cells) and bool(section.n_layers)
+
+
+def meaning(image: StateImage) -> _Meaning:
     """What an image says about its own buffer, comparable: equal for readings that differ in nothing but versions."""
-    return (image.form, image.architecture, tuple(_section_meaning(section) for section in image.sections))
+    sections = tuple(_section_meaning(section) for section in image.sections)
+    return (image.form, image.architecture, image.outputs is None, image.content, sections)
 
 
-def _section_meaning(section: Section) -> tuple[object, ...]:
+def _section_meaning(section: Section) -> _Meaning:
     match section:
         case AttentionSection():
             streams = tuple((i, s.offset, len(s.cells), shape_of(s)) for i, s in section.filled())
@@ -116,22 +170,29 @@ def _section_meaning(section: Section) -> tuple[object, ...]:
             return (section.kind, section.offset, section.name)
 
 
-def _merged(one: StateImage, other: StateImage) -> StateImage:
-    """One image for two equal readings."""
-    layouts = one.layouts | other.layouts
-    return StateImage(one.form, one.architecture, one.sections, layouts, one.n_bytes)
-
-
-def _only(images: list[StateImage], failures: Failures, offset: int) -> StateImage:
+def _only(images: list[StateImage], failures: Failures) -> StateImage:
     """The single image, or the error that says why there is none or more than one."""
-    if len(images) == 1:
-        return images[0]
-    if images:
-        readings = "; ".join(describe(image) for image in images)
-        raise Ambiguous(offset, "memory sections", readings, "one reading; sections, has_ext, has_v or versions decide")
-    if failures.best is None:  # pragma: no cover - every way to end without an image notes a failure
-        raise TrailingBytes(offset, "memory sections", "no reading", "a state")
-    raise failures.best
+    likely = [image for image in images if not _is_late_cell(image)] or images
+    if len(likely) == 1:
+        return likely[0]
+    if likely:
+        readings = "; ".join(describe(image) for image in likely)
+        raise Ambiguous(0, "the state", readings, "one reading; the facts sections, has_ext, has_v or versions decide")
+    raise failures.worst()
+
+
+def _is_late_cell(image: StateImage) -> bool:
+    """Whether an attention cache without streams holds nothing but one late position of each sequence.
+
+    A recurrent state has the very same bytes, so where both readings are left it is the recurrent one.
+    """
+    unstreamed = [s for s in image.sections if isinstance(s, AttentionSection) and not s.is_streamed]
+    return any(
+        section.n_cells > 0
+        and int(section.positions().min()) > 0
+        and all(len(stream.cells) == max(1, len(stream.cells.sequences())) for _, stream in section.filled())
+        for section in unstreamed
+    )
 
 
 def describe(image: StateImage) -> str:
@@ -145,5 +206,6 @@ def describe(image: StateImage) -> str:
         elif isinstance(section, RecurrentSection):
             text += f"({section.n_layers} layers)"
         parts.append(text)
-    versions = "/".join(str(version) for version in sorted(image.versions))
-    return f"version {versions}: {' + '.join(parts) or 'no memory'}"
+    names = "/".join(sorted(layout.name for layout in image.layouts))
+    extra = "" if image.content is Content.FULL else f", {image.content.value}"
+    return f"{image.form.value} {names}{extra}: {' + '.join(parts) or 'no memory'}"

@@ -51,6 +51,10 @@ class Failures:
             self.best = error
             self._depth = reached
 
+    def worst(self) -> StateFormatError:
+        """The failure that got furthest, to be raised when no reading survived."""
+        return self.best or TrailingBytes(0, "the state", "no reading", "a state")
+
 
 @dataclass(slots=True)
 class Trial:
@@ -61,8 +65,6 @@ class Trial:
         limits: upper bounds.
         patterns: orders of sections that are accepted.
         failures: where failures are noted; shared by all attempts.
-        n_seq_min: fewest sequences of an attention cell.
-        recurrent_seq: fewest and most sequences of a recurrent cell.
         n_steps: alternatives tried so far.
     """
 
@@ -70,7 +72,6 @@ class Trial:
     limits: Limits
     patterns: tuple[tuple[SectionKind, ...], ...]
     failures: Failures
-    recurrent_seq: tuple[int, int]
     n_steps: int = 0
     _cells: dict[tuple[int, int], tuple[Cells, int]] = field(default_factory=dict)
 
@@ -83,6 +84,15 @@ class Trial:
         self.n_steps += 1
         if self.n_steps > self.limits.n_steps:
             raise LimitExceeded(offset, "memory sections", "too many ways to read", f"{self.limits.n_steps} steps")
+
+    def cell_rule(self, ext_bytes: int, ids: tuple[int, int | None]) -> CellRule:
+        """A grammar's rule for cells, with the limit filled in."""
+        fewest, most = ids
+        return CellRule(ext_bytes, fewest, self.limits.n_seq if most is None else most)
+
+    def row_span(self, cursor: Cursor, n_bytes: int, field: str) -> memoryview:
+        """The bytes of rows; nothing is there when the rows stayed on the device."""
+        return cursor.span(n_bytes if self.grammar.has_tensors else 0, field)
 
     def cells(self, cursor: Cursor, count: int, rule: CellRule, where: str) -> Cells:
         """Read cells, once per place: the alternatives that follow share them."""
@@ -151,7 +161,8 @@ def _read_attention(trial: Trial, cursor: Cursor, where: str) -> Iterator[tuple[
 
 def _attention(trial: Trial, cursor: Cursor, where: str, *, has_v: bool) -> AttentionSection:
     start = cursor.offset
-    n_streams = cursor.count(f"{where} n_stream", trial.limits.n_streams, item_bytes=4)
+    is_streamed = trial.grammar.has_streams
+    n_streams = cursor.count(f"{where} n_stream", trial.limits.n_streams, item_bytes=4) if is_streamed else 1
     if not n_streams:
         raise BadField(start, f"{where} n_stream", n_streams, "1 or more")
     streams: list[Stream | None] = []
@@ -166,7 +177,7 @@ def _attention(trial: Trial, cursor: Cursor, where: str, *, has_v: bool) -> Atte
                 raise Inconsistent(stream.offset, f"{where} stream {index} shape", found, f"{wanted}, as before")
         streams.append(stream)
     ext_bytes = 0 if model is None else model.cells.ext_bytes
-    return AttentionSection(start, ext_bytes, tuple(streams))
+    return AttentionSection(start, ext_bytes, tuple(streams), is_streamed)
 
 
 def shape_of(stream: Stream) -> tuple[object, ...]:
@@ -179,9 +190,9 @@ def shape_of(stream: Stream) -> tuple[object, ...]:
 def _stream(trial: Trial, cursor: Cursor, where: str, *, has_v: bool) -> Stream | None:
     start = cursor.offset
     limits = trial.limits
-    rule = CellRule(trial.grammar.ext_bytes, 1, limits.n_seq)
+    rule = trial.cell_rule(trial.grammar.ext_bytes, trial.grammar.cell_ids)
     count = cursor.count(f"{where} cell count", limits.n_cells, item_bytes=min_cell_bytes(rule))
-    if not count:
+    if not count and trial.grammar.has_streams:
         return None
     cells = trial.cells(cursor, count, rule, where)
     at = cursor.offset
@@ -190,12 +201,12 @@ def _stream(trial: Trial, cursor: Cursor, where: str, *, has_v: bool) -> Stream 
         raise BadField(at, f"{where} v_trans", v_trans, "0 or 1")
     n_layers = cursor.count(f"{where} n_layer", limits.n_layers)
     rotation = _rotation(cursor, where) if trial.grammar.has_rotation else None
-    keys = tuple(_rows(cursor, count, f"{where} layer {i} K", limits) for i in range(n_layers))
+    keys = tuple(_rows(trial, cursor, count, f"{where} layer {i} K") for i in range(n_layers))
     values: tuple[Rows, ...] | tuple[Columns, ...] = ()
     if has_v and v_trans:
-        values = tuple(_columns(cursor, count, f"{where} layer {i} V", limits) for i in range(n_layers))
+        values = tuple(_columns(trial, cursor, count, f"{where} layer {i} V") for i in range(n_layers))
     elif has_v:
-        values = tuple(_rows(cursor, count, f"{where} layer {i} V", limits) for i in range(n_layers))
+        values = tuple(_rows(trial, cursor, count, f"{where} layer {i} V") for i in range(n_layers))
     return Stream(start, cells, bool(v_trans), rotation, keys, values)
 
 
@@ -219,11 +230,11 @@ def _kind(cursor: Cursor, where: str) -> TensorType:
     return kind
 
 
-def _rows(cursor: Cursor, n_cells: int, where: str, limits: Limits, *, may_be_empty: bool = False) -> Rows:
+def _rows(trial: Trial, cursor: Cursor, n_cells: int, where: str, *, may_be_empty: bool = False) -> Rows:
     start = cursor.offset
     kind = _kind(cursor, where)
-    size = _row_size(cursor, where, kind, limits, may_be_empty=may_be_empty)
-    return Rows(start, kind, size, cursor.span(n_cells * size, f"{where} rows"))
+    size = _row_size(cursor, where, kind, trial.limits, may_be_empty=may_be_empty)
+    return Rows(start, kind, size, trial.row_span(cursor, n_cells * size, f"{where} rows"))
 
 
 def _row_size(cursor: Cursor, where: str, kind: TensorType, limits: Limits, *, may_be_empty: bool) -> int:
@@ -237,7 +248,7 @@ def _row_size(cursor: Cursor, where: str, kind: TensorType, limits: Limits, *, m
     return size
 
 
-def _columns(cursor: Cursor, n_cells: int, where: str, limits: Limits) -> Columns:
+def _columns(trial: Trial, cursor: Cursor, n_cells: int, where: str) -> Columns:
     start = cursor.offset
     kind = _kind(cursor, where)
     info = TYPE_TABLE[kind]
@@ -248,10 +259,11 @@ def _columns(cursor: Cursor, n_cells: int, where: str, limits: Limits) -> Column
     if element_bytes != info.block_bytes:
         raise Inconsistent(at, f"{where} element bytes", element_bytes, f"{info.block_bytes} for {kind.name}")
     at = cursor.offset
-    n_values = cursor.count(f"{where} n_embd_v", limits.row_bytes // element_bytes)
+    n_values = cursor.count(f"{where} n_embd_v", trial.limits.row_bytes // element_bytes)
     if not n_values:
         raise BadField(at, f"{where} n_embd_v", n_values, "1 or more")
-    return Columns(start, kind, n_values, cursor.span(n_values * n_cells * element_bytes, f"{where} values"))
+    data = trial.row_span(cursor, n_values * n_cells * element_bytes, f"{where} values")
+    return Columns(start, kind, n_values, data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,14 +281,17 @@ def _read_recurrent(trial: Trial, cursor: Cursor, where: str) -> Iterator[tuple[
         head = cursor.fork()
         limits = trial.limits
         # A recurrent cell never has the extra record, whatever attention cells of the same model have.
-        rule = CellRule(0, *trial.recurrent_seq)
+        rule = trial.cell_rule(0, trial.grammar.recurrent_ids)
         count = head.count(f"{where} cell count", limits.n_cells, item_bytes=min_cell_bytes(rule))
         cells = trial.cells(head, count, rule, where)
         at = head.offset
         s_trans = head.u32(f"{where} s_trans")
         if s_trans:
             raise BadField(at, f"{where} s_trans", s_trans, "0, as no library writes S transposed")
+        at = head.offset
         n_layer = head.count(f"{where} n_layer", limits.n_layers)
+        if not n_layer:
+            raise BadField(at, f"{where} n_layer", n_layer, "1 or more, as every layer of the model counts")
     except StateFormatError as error:
         trial.failures.note(error)
         return
@@ -305,7 +320,7 @@ def _grow(trial: Trial, chain: tuple[_Link, ...], place: Cursor, count: int, whe
     name = f"{where} recurrent layer {len(chain)}"
     try:
         after = place.fork()
-        rows = _rows(after, count, f"{name} R", trial.limits, may_be_empty=True)
+        rows = _rows(trial, after, count, f"{name} R", may_be_empty=True)
         if chain:
             _same(rows, chain[0].rows, f"{name} R")
     except StateFormatError as error:
@@ -318,7 +333,7 @@ def _grow(trial: Trial, chain: tuple[_Link, ...], place: Cursor, count: int, whe
         behind = after.fork()
         start = behind.offset
         size = _row_size(behind, f"{name} history", rows.kind, trial.limits, may_be_empty=False)
-        history = Rows(start, rows.kind, size, behind.span(count * size, f"{name} history"))
+        history = Rows(start, rows.kind, size, trial.row_span(behind, count * size, f"{name} history"))
         first = next((link.history for link in chain if link.history is not None), None)
         if first is not None:
             _same(history, first, f"{name} history")
@@ -348,7 +363,7 @@ def _split(
             end = after.fork()
             states: list[Rows] = []
             for index in range(len(chain)):
-                rows = _rows(end, count, f"{where} recurrent layer {index} S", trial.limits, may_be_empty=True)
+                rows = _rows(trial, end, count, f"{where} recurrent layer {index} S", may_be_empty=True)
                 if states:
                     _same(rows, states[0], f"{where} recurrent layer {index} S")
                 states.append(rows)

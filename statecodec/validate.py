@@ -10,7 +10,16 @@ import numpy as np
 
 from statecodec.errors import Inconsistent
 from statecodec.facts import NO_FACTS, ModelFacts
-from statecodec.image import AttentionSection, Cells, Columns, OpaqueSection, RecurrentSection, Rows, StateImage
+from statecodec.image import (
+    AttentionSection,
+    Cells,
+    Columns,
+    Content,
+    OpaqueSection,
+    RecurrentSection,
+    Rows,
+    StateImage,
+)
 from statecodec.tensor_types import TensorType
 
 
@@ -41,6 +50,9 @@ def check_laws(image: StateImage) -> None:
                     _check_unique(stream.cells, f"section {index} stream {number}")
         elif isinstance(section, RecurrentSection):
             _check_single(section.cells, f"section {index}")
+            if image.form.is_sequence and section.n_cells > 1:
+                found = f"{section.n_cells} cells"
+                raise Inconsistent(section.offset, f"section {index}", found, "one recurrent cell for one sequence")
 
 
 def _check_unique(cells: Cells, where: str) -> None:
@@ -71,11 +83,13 @@ def check_facts(image: StateImage, facts: ModelFacts) -> None:
     Raises:
         Inconsistent: the state belongs to another model or context.
     """
-    if facts.architecture is not None:
+    if facts.architecture is not None and image.architecture is not None:
         _expect(4, "architecture name", image.architecture, facts.architecture)
-    if facts.sections is not None:
+    if facts.sections is not None and image.content is not Content.PARTIAL:
         kinds = tuple(section.kind.value for section in image.sections)
         _expect(image.n_bytes, "sections", kinds, facts.sections)
+    if facts.n_vocab is not None and image.outputs is not None and image.outputs.logits.size:
+        _expect(image.outputs.offset, "logits of each output", image.outputs.logits.shape[1], facts.n_vocab)
     if facts.versions is not None and not image.versions & facts.versions:
         _expect(0, "session version", sorted(image.versions), sorted(facts.versions))
     for index, section in enumerate(image.sections):
@@ -84,7 +98,8 @@ def check_facts(image: StateImage, facts: ModelFacts) -> None:
         elif isinstance(section, RecurrentSection):
             _check_recurrent(section, facts, f"section {index}")
     first = next((section for section in image.sections if isinstance(section, AttentionSection)), None)
-    if first is not None:
+    # A partial state lacks the main cache, which these facts are about.
+    if first is not None and image.content is not Content.PARTIAL:
         _check_first_attention(first, facts)
 
 
