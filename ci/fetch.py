@@ -29,6 +29,7 @@ from typing import Any
 import platformdirs
 
 _CHUNK_BYTES = 1 << 20
+_STDERR = 2
 # The oldest rows were published for one Python only; they are opened as files, never imported, so any Python will do.
 _ANY_PYTHON_FLAGS = (
     "--only-binary=:all:",
@@ -87,7 +88,7 @@ def run_pip(arguments: Sequence[str], what: str, environment: Mapping[str, str] 
         FetchError: It failed; its own words are on stderr.
     """
     command = [sys.executable, "-m", "pip", *arguments, "--quiet", "--disable-pip-version-check"]
-    done = subprocess.run(command, check=False, stdout=sys.stderr, env=dict(os.environ, **(environment or {})))
+    done = subprocess.run(command, check=False, stdout=_STDERR, env=dict(os.environ, **(environment or {})))
     if done.returncode != 0:
         raise FetchError(what, f"pip ended with status {done.returncode}", "see its message above")
 
