@@ -174,9 +174,10 @@ class ContextFull(SplitctlError):
 
     def __str__(self) -> str:
         """Name the three numbers and the way out."""
+        n_wanted = self.n_held + self.n_new
         return (
-            f"the context is too small: it holds {self.n_held} tokens, {self.n_new} more make "
-            f"{self.n_held + self.n_new}, and n_ctx is {self.n_ctx}; give a larger one (-c {self.n_held + self.n_new} or more)"
+            f"the context is too small: it holds {self.n_held} tokens, {self.n_new} more make {n_wanted}, "
+            f"and n_ctx is {self.n_ctx}; give a larger one (-c {n_wanted} or more)"
         )
 
 

@@ -1,0 +1,187 @@
+"""A file is put in its place whole or not at all, whatever fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from splitctl import durable
+
+OLD = b"the old content"
+
+
+def only(folder: Path) -> dict[str, bytes]:
+    return {one.name: one.read_bytes() for one in folder.iterdir() if one.is_file()}
+
+
+def n_open() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_a_new_file_and_a_replaced_one(tmp_path: Path) -> None:
+    """All chunks in order, empty ones too, private, and nothing else in the folder."""
+    path = tmp_path / "f"
+    for content in ((b"ab", b"", bytearray(b"cd"), memoryview(b"ef")), (b"x",)):
+        durable.replace_file(path, content, 6)
+        assert only(tmp_path) == {"f": b"".join(content)}
+        assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_chunk_larger_than_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large chunk goes out in pieces, none lost at the seams."""
+    monkeypatch.setattr(durable, "_WRITE_BYTES", 7)
+    content = bytes(range(256))
+    durable.replace_file(tmp_path / "f", [content], len(content))
+    assert only(tmp_path) == {"f": content}
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    """S29: neither a link to a file nor one that leads nowhere is written through or replaced."""
+    victim = tmp_path / "victim"
+    victim.write_bytes(OLD)
+    for target in (victim, tmp_path / "nowhere"):
+        link = tmp_path / "link"
+        link.symlink_to(target)
+        with pytest.raises(OSError, match=r"symbolic link \(to .*\), which is not followed") as caught:
+            durable.replace_file(link, [b"new"], 3)
+        assert caught.value.errno == errno.ELOOP
+        assert link.is_symlink()
+        link.unlink()
+    assert only(tmp_path) == {"victim": OLD}
+
+
+@pytest.mark.parametrize("path", ["/", "/usr/..", "."])
+def test_a_path_that_names_a_folder_is_refused(path: str) -> None:
+    """Root, a parent, the folder itself: named for what they are."""
+    with pytest.raises(IsADirectoryError, match="folder"):
+        durable.replace_file(Path(path), [b"x"], 1)
+
+
+def test_other_kinds_are_refused(tmp_path: Path) -> None:
+    """A folder, a pipe, a device: not replaced, not opened (a pipe without a reader would block)."""
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(IsADirectoryError):
+        durable.replace_file(tmp_path / "folder", [b"x"], 1)
+    for path in (tmp_path / "pipe", Path("/dev/full")):
+        with pytest.raises(OSError, match="not a regular file"):
+            durable.replace_file(path, [b"x"], 1)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["folder", "pipe"]
+
+
+def test_a_disk_that_is_too_small_is_found_before_a_byte_is_written(tmp_path: Path) -> None:
+    """An exabyte fits nowhere; both numbers are said and no temporary file was made."""
+    asked: list[bytes] = []
+
+    def chunks() -> Iterator[bytes]:
+        asked.append(b"x")
+        yield b"x"
+
+    with pytest.raises(OSError, match=r"1152921504606846976 bytes wanted, \d+ free") as caught:
+        durable.replace_file(tmp_path / "f", chunks(), 1 << 60)
+    assert caught.value.errno == errno.ENOSPC
+    assert asked == []
+    assert only(tmp_path) == {}
+
+
+def test_a_disk_that_does_not_know_its_size_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems report no blocks; the write itself decides."""
+    unknown = os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "fstatvfs", lambda _fd: unknown)
+    durable.replace_file(tmp_path / "f", [b"x"], 1)
+    assert only(tmp_path) == {"f": b"x"}
+
+
+def test_the_kernel_s_no_space_comes_through() -> None:
+    """Writing to /dev/full is the real ENOSPC."""
+    fd = os.open("/dev/full", os.O_WRONLY)
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            durable.pour(fd, [b"x" * 10000])
+    finally:
+        os.close(fd)
+
+
+def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    """A child that may write 64 KiB only (the kernel stops it part way): the old file is whole, the temporary gone."""
+    path = tmp_path / "f"
+    path.write_bytes(OLD)
+    program = (
+        "import sys; from pathlib import Path; from splitctl.durable import replace_file\n"
+        "try:\n    replace_file(Path(sys.argv[1]), [bytes(50000), bytes(50000)], 100000)\n"
+        "except OSError as error:\n    print(error.errno)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536)),
+    )
+    assert done.stdout.strip() == str(errno.EFBIG)
+    assert only(tmp_path) == {"f": OLD}
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "rename"])
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
+def test_a_failure_at_any_call_leaves_the_old_file_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: BaseException
+) -> None:
+    """A failing disk or Ctrl-C while writing, syncing or renaming; no descriptor is left open either."""
+    path = tmp_path / "f"
+    path.write_bytes(OLD)
+    before = n_open()
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(type(error)):
+            durable.replace_file(path, [b"new"], 3)
+    assert only(tmp_path) == {"f": OLD}
+    assert n_open() == before
+
+
+def test_an_interrupt_after_the_rename_keeps_the_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no temporary file to remove any more, and that is not an error."""
+    rename = os.rename
+
+    def then_interrupt(old: str, new: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+        rename(old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", then_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        durable.replace_file(tmp_path / "f", [b"new"], 3)
+    assert only(tmp_path) == {"f": b"new"}
+
+
+@pytest.mark.parametrize(("number", "is_told"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_a_folder_that_cannot_be_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_told: bool
+) -> None:
+    """A file system without folder sync is fine; a failing one is told, with the file in its place."""
+    sync, calls = os.fsync, []
+
+    def second_fails(fd: int) -> None:
+        calls.append(fd)
+        if len(calls) == 2:
+            raise OSError(number, os.strerror(number))
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", second_fails)
+    if is_told:
+        with pytest.raises(OSError, match="in its place, but its folder could not be synced"):
+            durable.replace_file(tmp_path / "f", [b"new"], 3)
+    else:
+        durable.replace_file(tmp_path / "f", [b"new"], 3)
+    assert only(tmp_path) == {"f": b"new"}
