@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from array import array
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from llama_native.errors import CallFailed, HandleClosed
 from llama_native.params import ContextParams
@@ -62,7 +62,7 @@ class Context:
         model.depend(self)
 
     @property
-    def pointer(self) -> Any:  # noqa: ANN401
+    def pointer(self) -> Any:
         """The C pointer, for modules of this package only.
 
         Raises:
@@ -87,7 +87,7 @@ class Context:
         with self.library.calling() as (_, lib):
             lib.llama_free(pointer)
 
-    def __enter__(self) -> Context:
+    def __enter__(self) -> Self:
         """Return itself."""
         return self
 
@@ -212,7 +212,7 @@ class Context:
         if rc != 0:
             raise CallFailed("llama_set_adapters_lora", rc, self.library.log.tail(4))
 
-    def _memory(self, lib: Any) -> tuple[str, Any]:  # noqa: ANN401
+    def _memory(self, lib: Any) -> tuple[str, Any]:
         """Return the prefix of this build's memory functions and their first argument (NULL: no memory)."""
         if self.library.exports(_NEW_MEMORY):
             return "llama_memory_", lib.llama_get_memory(self.pointer)
@@ -264,7 +264,7 @@ class Context:
         """Tell whether the library says that positions can be moved."""
         return bool(self.library.has("shift") and self._memory_call("can_shift", none=False))
 
-    def _memory_call(self, name: str, *arguments: int, none: Any) -> Any:  # noqa: ANN401
+    def _memory_call(self, name: str, *arguments: int, none: Any) -> Any:
         with self.library.calling() as (_, lib):
             prefix, memory = self._memory(lib)
             return getattr(lib, prefix + name)(memory, *arguments) if memory else none
@@ -290,7 +290,7 @@ class Context:
             return bool(lib.llama_context_set_split_mode(self.pointer, mode, split))
 
 
-def _fill(c_params: Any, params: ContextParams, fields: frozenset[str]) -> None:  # noqa: ANN401
+def _fill(c_params: Any, params: ContextParams, fields: frozenset[str]) -> None:
     c_params.n_ctx = params.n_ctx
     c_params.n_batch = params.n_batch
     c_params.n_ubatch = params.n_ubatch

@@ -36,12 +36,12 @@ class Device:
     memory_total: int
 
 
-def text(ffi: cffi.FFI, pointer: Any) -> str:  # noqa: ANN401
+def text(ffi: cffi.FFI, pointer: Any) -> str:
     """Return a C string as text, "" for NULL; bytes that are not UTF-8 are replaced."""
     return ffi.string(pointer).decode("utf-8", "replace") if pointer else ""
 
 
-def read_devices(ffi: cffi.FFI, lib: Any, *, memory: bool) -> tuple[Device, ...]:  # noqa: ANN401
+def read_devices(ffi: cffi.FFI, lib: Any, *, memory: bool) -> tuple[Device, ...]:
     """List the library's devices in its own order.
 
     Args:
@@ -68,7 +68,7 @@ def read_devices(ffi: cffi.FFI, lib: Any, *, memory: bool) -> tuple[Device, ...]
     return tuple(found)
 
 
-def resolve(ffi: cffi.FFI, lib: Any, names: Sequence[str]) -> Any:  # noqa: ANN401
+def resolve(ffi: cffi.FFI, lib: Any, names: Sequence[str]) -> Any:
     """Return a NULL-terminated array of device handles, or NULL when no name is given.
 
     A name may come twice: the library then sees two devices (one processor as two, for example).
@@ -80,7 +80,7 @@ def resolve(ffi: cffi.FFI, lib: Any, names: Sequence[str]) -> Any:  # noqa: ANN4
     """
     if not names:
         return ffi.NULL
-    by_name = {}
+    by_name: dict[str, Any] = {}
     for index in range(lib.ggml_backend_dev_count()):
         device = lib.ggml_backend_dev_get(index)
         by_name.setdefault(text(ffi, lib.ggml_backend_dev_name(device)).lower(), device)
@@ -94,14 +94,14 @@ def resolve(ffi: cffi.FFI, lib: Any, names: Sequence[str]) -> Any:  # noqa: ANN4
     return ffi.new("ggml_backend_dev_t[]", [*handles, ffi.NULL])
 
 
-def _kind(lib: Any, device: Any) -> DeviceKind | None:  # noqa: ANN401
+def _kind(lib: Any, device: Any) -> DeviceKind | None:
     try:
         return DeviceKind(lib.ggml_backend_dev_type(device))
     except (AttributeError, ValueError):
         return None
 
 
-def _backend_name(ffi: cffi.FFI, lib: Any, device: Any) -> str:  # noqa: ANN401
+def _backend_name(ffi: cffi.FFI, lib: Any, device: Any) -> str:
     try:
         return text(ffi, lib.ggml_backend_reg_name(lib.ggml_backend_dev_backend_reg(device)))
     except AttributeError:

@@ -51,7 +51,7 @@ class Library:
     Lifetime: as long as the process; a library that has been opened is never unloaded.
     """
 
-    def __init__(self, path: Path, ffi: cffi.FFI, lib: Any, profile: abi.Profile, log: LogTail) -> None:  # noqa: ANN401
+    def __init__(self, path: Path, ffi: cffi.FFI, lib: Any, profile: abi.Profile, log: LogTail) -> None:
         """Use :meth:`open`."""
         self.path = path
         self.profile = profile
@@ -111,7 +111,7 @@ class Library:
             raise ForkedProcess(self.pid, os.getpid())
         me = threading.get_ident()
         if self._owner == me:
-            raise Reentered("libllama")
+            raise Reentered("library", "a call", "another call on this thread")
         with self._lock:
             self._owner = me
             try:
@@ -257,10 +257,10 @@ def _observe(path: Path, exported: frozenset[str]) -> abi.Observed:
     )
 
 
-def _attach_log(ffi: cffi.FFI, lib: Any, log: LogTail) -> None:  # noqa: ANN401
+def _attach_log(ffi: cffi.FFI, lib: Any, log: LogTail) -> None:
     global _log_callback  # noqa: PLW0603 - must outlive every thread of the library
 
-    def take(level: int, message: Any, _: object) -> None:  # noqa: ANN401
+    def take(level: int, message: Any, _: object) -> None:
         log.feed(level, text(ffi, message))
 
     _log_callback = ffi.callback("void(int, const char *, void *)", take)
@@ -278,7 +278,7 @@ def _attach_log(ffi: cffi.FFI, lib: Any, log: LogTail) -> None:  # noqa: ANN401
     atexit.register(detach)
 
 
-def _load_backends(ffi: cffi.FFI, lib: Any, path: Path, library: Library) -> tuple[str, ...]:  # noqa: ANN401
+def _load_backends(ffi: cffi.FFI, lib: Any, path: Path, library: Library) -> tuple[str, ...]:
     if lib.ggml_backend_dev_count() > 0:
         return ()
     searched = tuple(str(folder) for folder in discover.backend_folders(path))
@@ -312,7 +312,7 @@ def _refuse_foreign_ggml(path: Path) -> None:
         )
 
 
-def _probe_behaviour(library: Library, ffi: cffi.FFI, lib: Any) -> None:  # noqa: ANN401
+def _probe_behaviour(library: Library, ffi: cffi.FFI, lib: Any) -> None:
     """Check with real calls what no struct tells: candidate arrays, the penalties prototype, how draws are counted."""
     if _greedy_choice(ffi, lib) != 1:
         raise UnsupportedAbi("a greedy sampler given the logits (0, 3, 1) did not choose the second", "llama_token_data_array of 12-byte entries")
@@ -333,7 +333,7 @@ def _candidates(ffi: cffi.FFI, logits: tuple[float, ...]) -> tuple[Any, Any]:
     return array, data
 
 
-def _greedy_choice(ffi: cffi.FFI, lib: Any) -> int:  # noqa: ANN401
+def _greedy_choice(ffi: cffi.FFI, lib: Any) -> int:
     sampler = lib.llama_sampler_init_greedy()
     array, _keep = _candidates(ffi, (0.0, 3.0, 1.0))
     lib.llama_sampler_apply(sampler, array)
@@ -341,7 +341,7 @@ def _greedy_choice(ffi: cffi.FFI, lib: Any) -> int:  # noqa: ANN401
     return int(array.data[array.selected].id) if 0 <= array.selected < array.size else -1
 
 
-def _penalised(ffi: cffi.FFI, lib: Any, *, n_vocab_first: bool) -> bool | None:  # noqa: ANN401
+def _penalised(ffi: cffi.FFI, lib: Any, *, n_vocab_first: bool) -> bool | None:
     """Tell whether a penalty over the last token does lower its logit; None where the build has none."""
     if not hasattr(lib, "llama_sampler_init_penalties"):
         return None
@@ -357,7 +357,7 @@ def _penalised(ffi: cffi.FFI, lib: Any, *, n_vocab_first: bool) -> bool | None: 
     return seen == {0: 1.0, 1: 1.0, 2: 0.5}
 
 
-def _draws_on_single(ffi: cffi.FFI, lib: Any) -> bool:  # noqa: ANN401
+def _draws_on_single(ffi: cffi.FFI, lib: Any) -> bool:
     """Tell whether sampling from one candidate consumes a random draw in this build."""
 
     def chosen(*, first_single: bool) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from llama_native.devices import resolve, text
 from llama_native.errors import CallFailed, HandleClosed, LoadCancelled
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from llama_native.library import Library
 
 
-def fill_model_params(library: Library, ffi: Any, lib: Any, params: ModelParams) -> tuple[Any, list[Any]]:  # noqa: ANN401
+def fill_model_params(library: Library, ffi: Any, lib: Any, params: ModelParams) -> tuple[Any, list[Any]]:
     """Return a ``llama_model_params`` value for ``params`` and the C objects that must outlive the model.
 
     Raises:
@@ -60,7 +60,7 @@ def fill_model_params(library: Library, ffi: Any, lib: Any, params: ModelParams)
     return c_params, keep
 
 
-def _all_layers(c_params: Any) -> int:  # noqa: ANN401
+def _all_layers(c_params: Any) -> int:
     """Every build takes a large number for all layers; a negative default says it takes -1 too."""
     return -1 if c_params.n_gpu_layers < 0 else 999
 
@@ -71,7 +71,7 @@ class Model:
     Lifetime: until :meth:`close`; contexts and adapters made on it are closed with it.
     """
 
-    def __init__(self, library: Library, pointer: Any, params: ModelParams, keep: list[Any], path: str) -> None:  # noqa: ANN401
+    def __init__(self, library: Library, pointer: Any, params: ModelParams, keep: list[Any], path: str) -> None:
         """Use :meth:`load`."""
         self.library = library
         self.params = params
@@ -146,7 +146,7 @@ class Model:
         return cls(library, pointer, params, keep, os.fspath(path))
 
     @property
-    def pointer(self) -> Any:  # noqa: ANN401
+    def pointer(self) -> Any:
         """The C pointer, for modules of this package only.
 
         Raises:
@@ -161,7 +161,7 @@ class Model:
         """Whether the model has been freed."""
         return self._pointer is None
 
-    def depend(self, handle: Any) -> None:  # noqa: ANN401
+    def depend(self, handle: Any) -> None:
         """Register a context or an adapter that stands on this model."""
         self._dependents.add(handle)
 
@@ -178,7 +178,7 @@ class Model:
             lib.llama_model_free(pointer)
         self._keep.clear()
 
-    def __enter__(self) -> Model:
+    def __enter__(self) -> Self:
         """Return itself."""
         return self
 
@@ -279,7 +279,7 @@ class Adapter:
         model.depend(self)
 
     @property
-    def pointer(self) -> Any:  # noqa: ANN401
+    def pointer(self) -> Any:
         """The C pointer, for modules of this package only."""
         if self._pointer is None:
             raise HandleClosed("adapter")
@@ -295,11 +295,11 @@ class Adapter:
                 lib.llama_adapter_lora_free(pointer)
 
 
-def _optional_bool(lib: Any, name: str, pointer: Any) -> bool:  # noqa: ANN401
+def _optional_bool(lib: Any, name: str, pointer: Any) -> bool:
     return bool(getattr(lib, name)(pointer)) if hasattr(lib, name) else False
 
 
-def tensor_split_array(ffi: Any, lib: Any, split: Sequence[float] | None) -> Any:  # noqa: ANN401
+def tensor_split_array(ffi: Any, lib: Any, split: Sequence[float] | None) -> Any:
     """Return the C array for a tensor_split (``llama_max_devices()`` floats), NULL for None."""
     if split is None:
         return ffi.NULL

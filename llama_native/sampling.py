@@ -61,7 +61,7 @@ class SamplerChain:
                 self._pointer = None
                 raise
 
-    def _fill(self, lib: Any) -> None:  # noqa: ANN401
+    def _fill(self, lib: Any) -> None:
         params = self.params
         if params.repeat_penalty != 1.0 and params.repeat_last_n != 0:
             arguments = (params.repeat_last_n, params.repeat_penalty, 0.0, 0.0)
@@ -82,13 +82,13 @@ class SamplerChain:
         self._draw = lib.llama_sampler_init_dist(params.seed)
         self._add(lib, self._draw)
 
-    def _add(self, lib: Any, sampler: Any) -> None:  # noqa: ANN401
+    def _add(self, lib: Any, sampler: Any) -> None:
         if not sampler:
             raise CallFailed("llama_sampler_init", None, self.library.log.tail(2))
         lib.llama_sampler_chain_add(self._pointer, sampler)
 
     @property
-    def pointer(self) -> Any:  # noqa: ANN401
+    def pointer(self) -> Any:
         """The C pointer, for modules of this package only."""
         if self._pointer is None:
             raise HandleClosed("sampler")

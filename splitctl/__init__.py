@@ -1,1 +1,56 @@
-"""Switches a running llama.cpp session from one split mode to another."""
+"""Switches a running llama.cpp session from one split mode to another, and keeps everything it holds.
+
+Main path: cli -> worker -> ``session.switch`` -> ``switcher.run`` -> ``machine.step`` -> command ->
+``effects.perform`` -> event -> ``machine.step``. To embed it: ``Session.open(model, Placement(...))``, ``prefill``, ``generate``, ``switch``.
+"""
+from __future__ import annotations
+
+from splitctl.errors import (
+    BadModelFile,
+    Busy,
+    Cancelled,
+    CarryDamaged,
+    CarryMismatch,
+    CarryNotWritten,
+    ConfigInvalid,
+    ContextFull,
+    DeadlineExceeded,
+    Parked,
+    Refused,
+    SplitctlError,
+    WorkerLost,
+)
+from splitctl.outcome import Reason, SwitchOutcome, SwitchStatus, Via
+from splitctl.placement import FlashAttn, Placement, PlacementInvalid, SplitMode
+from splitctl.sequence import SamplerSpec
+from splitctl.session import Proof, Session, Token
+from splitctl.switching.machine import Stage
+
+__all__ = [
+    "BadModelFile",
+    "Busy",
+    "Cancelled",
+    "CarryDamaged",
+    "CarryMismatch",
+    "CarryNotWritten",
+    "ConfigInvalid",
+    "ContextFull",
+    "DeadlineExceeded",
+    "FlashAttn",
+    "Parked",
+    "Placement",
+    "PlacementInvalid",
+    "Proof",
+    "Reason",
+    "Refused",
+    "SamplerSpec",
+    "Session",
+    "SplitMode",
+    "SplitctlError",
+    "Stage",
+    "SwitchOutcome",
+    "SwitchStatus",
+    "Token",
+    "Via",
+    "WorkerLost",
+]

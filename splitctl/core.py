@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from llama_native import Model
     from splitctl.engine import Engine
     from splitctl.facts import ModelFacts
     from splitctl.placement import Placement
@@ -68,10 +69,17 @@ class Core:
         self.spare = Arena()
         self.n_decodes = 0
         self.has_memory = engine.live.has_memory
-        model = engine.model
-        self.n_vocab = model.n_vocab if model is not None else 0
-        self.is_encoder_decoder = model is not None and model.has_encoder and model.has_decoder
-        self.decoder_start = model.decoder_start_token if model is not None else -1
+        self.n_vocab = self.model.n_vocab
+        self.is_encoder_decoder = self.model.has_encoder and self.model.has_decoder
+        self.decoder_start = self.model.decoder_start_token
+
+    @property
+    def model(self) -> Model:
+        """The placed model; asking for it when there is none is a fault of ours."""
+        if self.engine.model is None:
+            msg = "the engine has no model now"
+            raise AssertionError(msg)
+        return self.engine.model
 
     def used(self) -> list[Slot]:
         """Return the sequences that hold anything, by id."""
@@ -101,7 +109,8 @@ class Core:
         """Decode one batch of at most n_batch tokens and copy the wanted rows.
 
         Returns:
-            Place in the batch -> float32[n_vocab], for every wanted output.
+            Place in the batch -> float32[n_vocab] logits, for every wanted output; of an encoder the embedding,
+            float32[n_embd].
 
         Raises:
             Cancelled: the cancel flag ended it; the memory holds what was decoded until then.
@@ -116,6 +125,8 @@ class Core:
             raise
         self.n_decodes += 1
         wanted = [index for index, output in enumerate(batch.outputs) if output]
+        if self.facts.is_encoder_only:
+            return {index: np.frombuffer(context.embeddings(index, batch.seq_ids[index]), np.float32) for index in wanted}
         return {index: np.frombuffer(context.logits(index), np.float32) for index in wanted}
 
     def encode(self) -> None:

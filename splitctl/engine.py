@@ -13,7 +13,6 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import psutil
 
 from llama_native import Adapter, Context, ContextParams, FlashAttn, KvType, LoadMode, Model, ModelParams, SplitMode
@@ -21,8 +20,6 @@ from splitctl import placement as placing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
 
     from llama_native import Library
     from splitctl.placement import Placement
@@ -151,10 +148,12 @@ class Engine:
             flash_attn=_resolved_flash_attn(placement, said),
         )
 
-    def encode(self, tokens: NDArray[np.int32], seq_id: int) -> None:
-        """Run the encoder over a sequence's encoder tokens (at most n_batch, in one batch)."""
-        n = int(tokens.size)
-        self.live.encode(tokens.tolist(), range(n), [seq_id] * n, [True] * n)
+    def rebuild(self, placement: Placement) -> None:
+        """Throw the context away and make a new, empty one on the same model; adapters are loaded and applied again."""
+        context, self.context = self.context, None
+        if context is not None:
+            context.close()
+        self.build(placement, abortable=True)
 
     @property
     def live(self) -> Context:

@@ -84,7 +84,7 @@ class Sampler:
         candidates["id"] = self._ids
         candidates["logit"] = logits
         candidates["p"] = 0.0
-        token = self._chain.apply(candidates, candidates.size)
+        token = self._chain.apply(candidates.data, candidates.size)
         self.accept(token)
         return token
 

@@ -12,19 +12,16 @@ import os
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
-import numpy as np
-
-from llama_native import CallFailed, Library, sequence_state_get, sequence_state_set, sequence_state_size
-from splitctl.core import Batch, CancelFlag, Core, batches
+from llama_native import Library
+from splitctl.core import CancelFlag, Core, batches
+from splitctl.decoder import Decoder
 from splitctl.engine import Engine, LoadedAdapter, resolve_threads
-from splitctl.errors import Busy, Cancelled, ConfigInvalid, Parked, Refused
+from splitctl.errors import ConfigInvalid, Parked, Refused
 from splitctl.facts import read_facts
-from splitctl.outcome import Reason, SwitchOutcome, Via
-from splitctl.placement import FlashAttn, Placement, SplitMode
-from splitctl.sampler import Sampler
-from splitctl.sequence import SamplerSpec, no_logits, no_tokens
+from splitctl.outcome import SwitchOutcome, Via
+from splitctl.placement import FlashAttn, Placement
 from splitctl.storage import Storage
 from splitctl.switching.checking import Checker
 from splitctl.switching.effects import Effects, Options
@@ -36,10 +33,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    import numpy as np
     from numpy.typing import NDArray
 
-    from splitctl.core import Batch as _Batch
+    from llama_native import Model
     from splitctl.facts import ModelFacts
+    from splitctl.sequence import SamplerSpec
     from splitctl.slot import Slot
     from splitctl.switching.checking import Prober
 
@@ -82,6 +81,7 @@ class Session:
         self._storage = Storage(core)
         self._effects = Effects(core, self._storage.park)
         self._switcher = Switcher(self._effects, core.placement)
+        self._decoder = Decoder(core, self._switcher)
 
     @classmethod
     def open(
@@ -129,7 +129,7 @@ class Session:
             library,
             os.fspath(model_path),
             [LoadedAdapter(os.fspath(path), scale) for path, scale in adapters],
-            embeddings=embeddings,
+            embeddings=embeddings or facts.is_encoder_only,
             is_cancelled=flag.is_set,
         )
         try:
@@ -150,6 +150,16 @@ class Session:
     def facts(self) -> ModelFacts:
         """What the model's header says."""
         return self._core.facts
+
+    @property
+    def model(self) -> Model:
+        """The placed model, for its vocabulary and chat template; another object after every switch.
+
+        Raises:
+            Parked: the session serves no more.
+        """
+        model: Model = self._core.model
+        return model
 
     @property
     def stage(self) -> Stage:
@@ -186,7 +196,7 @@ class Session:
     def tokenize(self, text: str | bytes, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Turn text into the model's tokens; ``add_special`` adds BOS as the model wants it."""
         with self._working("tokenizing"):
-            model = self._model()
+            model = self._core.model
             return model.tokenize(text, add_special=add_special, parse_special=parse_special)
 
     def prefill(
@@ -211,9 +221,10 @@ class Session:
         slot = self._slot(seq_id)
         self._check_tokens(tokens)
         if self._core.is_encoder_decoder and not slot.encoder_tokens.size:
-            tokens = self._begin_decoder(slot, tokens)
+            with self._working("encoding a prompt"):
+                tokens = self._decoder.begin_decoder(slot, tokens)
         with self._working("reading a prompt"):
-            self._settle(slot)
+            self._decoder.settle(slot)
             self._core.check_room(seq_id, len(tokens))
         n_batch = self._core.placement.n_batch
         done, n = 0, len(tokens)
@@ -221,7 +232,7 @@ class Session:
             with self._working("reading a prompt"):
                 chunk = tokens[done : done + min(n_batch, self._core.placement.n_batch)]
                 batch = next(iter(batches(seq_id, chunk, slot.n_past, len(chunk), last_output=done + len(chunk) == n)))
-                self._decode_new(slot, batch)
+                self._decoder.decode_new(slot, batch)
                 done += len(chunk)
             if progress is not None:
                 progress(done, n)
@@ -269,13 +280,13 @@ class Session:
         """
         with self._working("generating"):
             slots = [self._slot(seq_id) for seq_id in seq_ids]
-            self._decode_pending([slot for slot in slots if slot.n_past < len(slot.tokens)])
-            return {slot.seq_id: self._draw(slot) for slot in slots}
+            self._decoder.decode_pending([slot for slot in slots if slot.n_past < len(slot.tokens)])
+            return {slot.seq_id: self._token(slot) for slot in slots}
 
     def set_sampler(self, spec: SamplerSpec, seq_id: int = 0) -> None:
         """Draw a sequence's next tokens by ``spec``; the same one again goes on where it is."""
         with self._working("setting a sampler"):
-            self._set_sampler(self._slot(seq_id), spec)
+            self._decoder.set_sampler(self._slot(seq_id), spec)
 
     def copy_sequence(self, source: int, target: int) -> None:
         """Let an empty sequence start as a copy of another; it is whole at once, with nothing left for a later decode.
@@ -287,11 +298,12 @@ class Session:
             src, dst = self._slot(source), self._slot(target)
             if src is dst or not dst.is_empty:
                 raise ConfigInvalid("target", target, "an empty sequence, other than the source")
-            self._copy_memory(src, dst)
+            self._decoder.copy_memory(src, dst)
             dst.tokens = src.tokens[:]
             dst.n_past = src.n_past
             dst.encoder_tokens = src.encoder_tokens
             dst.take_rows(src.logits.copy(), src.output_ids.copy())
+            self._effects.reseal()
 
     def remove_sequence(self, seq_id: int) -> None:
         """Forget a sequence."""
@@ -300,6 +312,7 @@ class Session:
             if self._core.has_memory:
                 self._core.engine.live.seq_rm(seq_id)
             slot.clear()
+            self._effects.reseal()
 
     def rewind(self, n_tokens: int, seq_id: int = 0) -> None:
         """Cut a sequence to its first ``n_tokens``; where this memory cannot be cut, they are read again.
@@ -311,7 +324,7 @@ class Session:
             slot = self._slot(seq_id)
             if not 0 < n_tokens <= slot.n_past:
                 raise ConfigInvalid("n_tokens", n_tokens, f"1 to {slot.n_past}")
-            self._cut(slot, n_tokens)
+            self._decoder.cut(slot, n_tokens)
 
     def shift(self, n_keep: int, n_discard: int, seq_id: int = 0) -> None:
         """Drop ``n_discard`` tokens after the first ``n_keep`` and move the rest down; applied at once.
@@ -322,18 +335,11 @@ class Session:
         """
         with self._working("shifting a context"):
             slot = self._slot(seq_id)
-            self._refuse_shift()
-            self._settle(slot)
+            self._decoder.refuse_shift()
+            self._decoder.settle(slot)
             if n_keep < 0 or n_discard <= 0 or n_keep + n_discard >= slot.n_past:
                 raise ConfigInvalid("n_discard", n_discard, f"1 to {max(slot.n_past - n_keep - 1, 0)}")
-            context = self._core.engine.live
-            if not context.seq_rm(seq_id, n_keep, n_keep + n_discard):
-                raise Refused((Reason("cannot-shift", "this memory cannot drop tokens from its middle"),))
-            context.seq_add(seq_id, n_keep + n_discard, -1, -n_discard)
-            del slot.tokens[n_keep : n_keep + n_discard]
-            slot.n_past -= n_discard
-            # The keys follow at the next decode, so one is done now: the last token once more, in its new place.
-            self._again(slot)
+            self._decoder.shift(slot, n_keep, n_discard)
 
     def switch(
         self,
@@ -383,7 +389,7 @@ class Session:
             CarryNotWritten: what was at the path before is still there.
         """
         with self._working("saving"):
-            return self._storage.save(path)
+            return self._storage.save(path, self._effects)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Replace everything the session holds with what :meth:`save` wrote.
@@ -393,7 +399,7 @@ class Session:
             CarryMismatch: it belongs to another model or layout; the session is as it was.
         """
         with self._working("restoring"):
-            self._storage.restore(path, self._set_sampler)
+            self._storage.restore(path, self._effects)
 
     def close(self) -> None:
         """Free samplers, context and model; a second call does nothing."""
@@ -404,15 +410,13 @@ class Session:
                 slot.clear()
             self._switcher.close()
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Self:
         """Return itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
-
-    # -- inside a turn ---------------------------------------------------------------------------------------------
 
     @contextmanager
     def _working(self, what: str) -> Iterator[None]:
@@ -424,14 +428,16 @@ class Session:
     def _slot(self, seq_id: int) -> Slot:
         slot = self._core.slots.get(seq_id)
         if slot is None:
-            raise ConfigInvalid("seq_id", seq_id, f"0 to {len(self._core.slots) - 1} (n_seq_max is {len(self._core.slots)})")
+            n_seq_max = len(self._core.slots)
+            raise ConfigInvalid("seq_id", seq_id, f"0 to {n_seq_max - 1} (n_seq_max is {n_seq_max})")
         return slot
 
-    def _model(self):  # type: ignore[no-untyped-def]
-        model = self._core.engine.model
-        if model is None:
-            raise Parked(self.parked_at)
-        return model
+    def _token(self, slot: Slot) -> Token:
+        token = self._decoder.draw(slot)
+        model = self._core.model
+        is_end = model.is_eog(token)
+        piece = b"" if is_end or not model.has_tokenizer else model.piece(token)
+        return Token(token, piece, len(slot.tokens) - 1, is_end)
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         if not len(tokens):
@@ -440,147 +446,6 @@ class Session:
         for token in tokens:
             if not 0 <= token < n_vocab:
                 raise ConfigInvalid("tokens", token, f"0 to {n_vocab - 1}, the model's vocabulary")
-
-    def _begin_decoder(self, slot: Slot, tokens: Sequence[int]) -> list[int]:
-        """Give an encoder-decoder's prompt to its encoder; the decoder starts with its own first token."""
-        with self._working("encoding a prompt"):
-            slot.encoder_tokens = np.array(tokens, np.int32)
-            self._core.encode()
-        return [max(self._core.decoder_start, 0)]
-
-    def _settle(self, slot: Slot) -> None:
-        """Decode a token that was drawn and delivered but is not in the memory yet."""
-        if slot.n_past < len(slot.tokens):
-            self._decode_pending([slot])
-
-    def _decode_pending(self, slots: Sequence[Slot]) -> None:
-        if not slots:
-            return
-        for slot in slots:
-            self._core.check_room(slot.seq_id, 1)
-        batch = Batch(
-            [slot.tokens[-1] for slot in slots],
-            [slot.n_past for slot in slots],
-            [slot.seq_id for slot in slots],
-            [True] * len(slots),
-        )
-        rows = self._run(batch)
-        for index, slot in enumerate(slots):
-            slot.n_past += 1
-            self._take(slot, index, rows[index])
-
-    def _decode_new(self, slot: Slot, batch: _Batch) -> None:
-        """Decode tokens that the sequence does not have yet, and book them as far as the memory holds them."""
-        try:
-            rows = self._run(batch)
-        except Cancelled:
-            self._book_what_is_held(slot, batch)
-            raise
-        slot.tokens.extend(batch.tokens)
-        slot.n_past += len(batch.tokens)
-        if slot.sampler is not None:
-            for token in batch.tokens:
-                slot.sampler.accept(token)
-        for index, row in rows.items():
-            self._take(slot, index, row)
-
-    def _book_what_is_held(self, slot: Slot, batch: _Batch) -> None:
-        if not self._core.has_memory:
-            return
-        n_held = self._core.engine.live.pos_max(slot.seq_id) + 1 - slot.n_past
-        slot.tokens.extend(batch.tokens[:n_held])
-        slot.n_past += max(n_held, 0)
-        slot.take_rows(no_logits(), no_tokens())
-
-    def _take(self, slot: Slot, index: int, row: NDArray[np.float32]) -> None:
-        if self._core.engine.embeddings:
-            slot.embedding = np.frombuffer(self._core.engine.live.embeddings(index, slot.seq_id), np.float32)
-        slot.take_rows(row.reshape(1, -1), np.array([index], np.int32))
-
-    def _run(self, batch: _Batch) -> dict[int, NDArray[np.float32]]:
-        """Decode; the first decode after a switch is its trial, and one that fails is done again in the old placement."""
-        core = self._core
-        if not self._switcher.on_trial:
-            return core.run(batch)
-        try:
-            rows = core.run(batch)
-            wrong = _nonsense(rows)
-        except CallFailed as error:
-            rows, wrong = {}, str(error)
-        if not wrong:
-            self._switcher.trial_succeeded()
-            return rows
-        self._switcher.trial_failed(Reason("trial-failed", f"the first decode after the switch failed: {wrong}"))
-        if self.stage is Stage.PARKED:
-            raise Parked(self.parked_at)
-        return core.run(batch)
-
-    def _draw(self, slot: Slot) -> Token:
-        if not slot.has_logits:
-            raise ConfigInvalid("seq_id", slot.seq_id, "a sequence that holds a prompt with logits (prefill first)")
-        if slot.sampler is None:
-            self._set_sampler(slot, SamplerSpec())
-        sampler = slot.sampler
-        if sampler is None:
-            msg = "a sampler has just been set"
-            raise AssertionError(msg)
-        token = sampler.sample(slot.logits[-1])
-        slot.tokens.append(token)
-        model = self._model()
-        is_end = bool(model.is_eog(token))
-        piece = b"" if is_end or not model.has_tokenizer else model.piece(token)
-        return Token(token, piece, len(slot.tokens) - 1, is_end)
-
-    def _set_sampler(self, slot: Slot, spec: SamplerSpec) -> None:
-        if slot.sampler is not None:
-            if slot.sampler.spec == spec:
-                return
-            slot.sampler.close()
-        slot.sampler = Sampler(self._core.engine.library, spec, self._core.n_vocab)
-        slot.sampler.replay(slot.tokens, 0)
-
-    def _copy_memory(self, src: Slot, dst: Slot) -> None:
-        core = self._core
-        context = core.engine.live
-        if not core.has_memory or src.n_past == 0:
-            return
-        if core.placement.kv_unified and core.facts.architecture not in _ALWAYS_STREAMS:
-            context.seq_cp(src.seq_id, dst.seq_id)
-            return
-        # Between streams the library copies rows at the next decode only; the sequence's state is whole at once.
-        buffer = bytearray(sequence_state_size(context, src.seq_id))
-        n = sequence_state_get(context, buffer, src.seq_id)
-        sequence_state_set(context, memoryview(buffer)[:n], dst.seq_id)
-
-    def _cut(self, slot: Slot, n_tokens: int) -> None:
-        core = self._core
-        tokens = slot.tokens[:n_tokens]
-        if core.has_memory and core.engine.live.seq_rm(slot.seq_id, n_tokens - 1, -1):
-            slot.tokens, slot.n_past = tokens[:-1], n_tokens - 1
-            self._decode_new(slot, next(iter(batches(slot.seq_id, tokens[-1:], n_tokens - 1, 1, last_output=True))))
-            return
-        if core.has_memory:
-            core.engine.live.seq_rm(slot.seq_id)
-        slot.tokens, slot.n_past = tokens[:0], 0
-        for batch in batches(slot.seq_id, tokens, 0, core.placement.n_batch, last_output=True):
-            self._decode_new(slot, batch)
-
-    def _again(self, slot: Slot) -> None:
-        """Decode a sequence's last token again in its place."""
-        self._core.engine.live.seq_rm(slot.seq_id, slot.n_past - 1, -1)
-        slot.n_past -= 1
-        self._decode_pending([slot])
-
-    def _refuse_shift(self) -> None:
-        if self._core.placement.mode is SplitMode.TENSOR:
-            reason = Reason(
-                "shift-in-tensor-mode",
-                "the context cannot be shifted in tensor mode (the library's next decode would abort); "
-                "switch to layer first, or open a larger context",
-            )
-            raise Refused((reason,))
-        if not self._core.engine.live.can_shift():
-            raise Refused((Reason("cannot-shift", "this model's memory cannot be shifted; open a larger context"),))
 
     def _whole(self, target: Placement) -> Placement:
         """Fill in what a target leaves open with what the session has resolved."""
@@ -593,7 +458,7 @@ class Session:
         )
 
     def _via(self, target: Placement) -> Via:
-        """The library's own call is used only when nothing but the mode and tensor_split changes, and nothing forbids it."""
+        """Choose who does it: the library's own call only where nothing but the mode and tensor_split changes."""
         core = self._core
         changed = set(core.placement.differs(target))
         if not core.engine.library.has("native-switch") or core.engine.adapters:
@@ -601,17 +466,4 @@ class Session:
         return Via.NATIVE if changed and changed <= {"mode", "tensor_split"} else Via.COMPOSED
 
 
-_ALWAYS_STREAMS = frozenset({"deepseek4"})
-"""Architectures that keep a stream for each sequence whatever is asked. Source: seen on build 11549."""
-
-
-def _nonsense(rows: dict[int, NDArray[np.float32]]) -> str:
-    for row in rows.values():
-        if bool(np.isnan(row).any()):
-            return "its logits are not numbers"
-        if row.size > 1 and bool((row == row[0]).all()):
-            return "its logits are all equal"
-    return ""
-
-
-__all__ = ["Busy", "Proof", "Session", "Token"]
+__all__ = ["Proof", "Session", "Token"]

@@ -15,10 +15,9 @@ from splitctl.outcome import Reason
 from splitctl.placement import SplitMode
 from splitctl.probing import Verdict
 from splitctl.switching import rules
-from splitctl.switching.circumstances import BuildFacts, HostFacts, SessionFacts
+from splitctl.switching.circumstances import BuildFacts, Finding, HostFacts, SessionFacts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
 
     from llama_native import Library
     from splitctl.core import Core
@@ -73,7 +72,7 @@ class Checker:
         del convert  # every conversion is refused by a rule today
         host = HostFacts(devices=self._devices, mem_available=psutil.virtual_memory().available)
 
-        def judge(probe: ProbeVerdict | None) -> tuple[rules.Finding, ...]:
+        def judge(probe: ProbeVerdict | None) -> tuple[Finding, ...]:
             return rules.check(current, target, self._facts, self._build, host, session, probe)
 
         findings = judge(None)

@@ -8,7 +8,6 @@ Laws:
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,9 +15,10 @@ import xxhash
 
 import statecodec
 from llama_native import CallFailed, DeviceKind, LoadCancelled, NativeError, state_get, state_set, state_size
-from splitctl.errors import Cancelled, DeadlineExceeded, SplitctlError
+from splitctl.errors import Cancelled, CarryDamaged, DeadlineExceeded, Refused, SplitctlError
 from splitctl.outcome import DevicePeak, Reason
 from splitctl.switching.machine import Command, Event, EventKind
+from splitctl.switching.sealing import Sealed, contradictions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,26 +27,8 @@ if TYPE_CHECKING:
     from splitctl.arena import Arena
     from splitctl.core import Core
     from splitctl.placement import Placement
+    from splitctl.slot import Slot
     from splitctl.switching.machine import MachineState, Stage
-
-
-@dataclass(frozen=True, slots=True)
-class Sealed:
-    """A saved state that has been parsed, checked against the session and checksummed.
-
-    Args:
-        view: its bytes, in the arena.
-        digest: xxh3-128 of them.
-        positions: sequence id -> first and last position when it was saved.
-        n_tokens: tokens of all sequences.
-        n_sequences: sequences that hold anything.
-    """
-
-    view: memoryview
-    digest: bytes
-    positions: Mapping[int, tuple[int, int]]
-    n_tokens: int
-    n_sequences: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +56,38 @@ class Effects:
     def __init__(self, core: Core, park: Callable[[Sealed | None], Path]) -> None:
         """Work on ``core``; ``park`` writes a carry (or at least the tokens) to disk and returns where."""
         self.core = core
+        self._park_to = park
         self.options = Options()
+        self._park_to = park
         self.kept: Sealed | None = None
         self.parked_at: Path | None = None
         self.peaks: tuple[DevicePeak, ...] = ()
         self._saved: tuple[memoryview, Mapping[int, tuple[int, int]]] | None = None
         self._fresh: Sealed | None = None
         self._resolved: Placement | None = None
+        self._methods: Mapping[Command, Callable[[MachineState], Event | None]] = {
+            Command.QUIESCE: self._quiesce,
+            Command.CHECK: self._check,
+            Command.SAVE: self._save,
+            Command.SEAL: self._seal,
+            Command.FREE: self._free,
+            Command.PLACE: self._place,
+            Command.BUILD: self._build,
+            Command.RESTORE: self._restore,
+            Command.NATIVE_SWITCH: self._native_switch,
+            Command.PROVE: self._prove,
+            Command.ENTER_TRIAL: self._enter_trial,
+            Command.SERVE: self._serve,
+            Command.RELEASE_FAILED: self._release_failed,
+            Command.PLACE_OLD: self._place_old,
+            Command.BUILD_OLD: self._build_old,
+            Command.RESTORE_OLD: self._restore_old,
+            Command.PROVE_OLD: self._prove_old,
+            Command.RECOMPUTE: self._recompute,
+            Command.PARK: self._park,
+            Command.REPORT: self._report,
+            Command.CLOSE: self._close,
+        }
 
     def perform(self, command: Command, state: MachineState) -> Event | None:
         """Carry out one command.
@@ -95,7 +102,7 @@ class Effects:
         core = self.core
         core.cancel.shielded = command in _SHIELDED
         try:
-            event = _METHODS[command](self, state)
+            event = self._methods[command](state)
         except (LoadCancelled, Cancelled):
             return Event(EventKind.CANCELLED)
         except CallFailed as error:
@@ -125,23 +132,28 @@ class Effects:
         reasons = self.options.check(target)
         return Event(EventKind.REFUSED, reasons=reasons) if reasons else _DONE
 
-    def _save(self, state: MachineState) -> Event:
+    def _save(self, _state: MachineState) -> Event:
+        saved = self._take()
+        if isinstance(saved, str):
+            return _failed("short-state", saved)
+        self._saved = saved
+        return _DONE
+
+    def _take(self) -> tuple[memoryview, Mapping[int, tuple[int, int]]] | str:
+        """Copy the state out, beside a sealed original that is still kept; a text says what went wrong."""
         core = self.core
         if not core.has_memory:
-            self._saved = (memoryview(b""), {})
-            return _DONE
+            return memoryview(b""), {}
         context = core.engine.live
         positions = core.positions()
         n_bytes = state_size(context)
-        # A trial that is interrupted keeps its sealed original in the one arena, so this save takes the other.
-        arena = core.spare if state.suspended is not None and self.kept is not None else core.arena
+        arena = core.arena if self.kept is None else self._other_arena(self.kept)
         arena.reserve(n_bytes)
         view = arena.view(n_bytes)
         written = state_get(context, view)
         if written != n_bytes:
-            return _failed("short-state", f"the library announced {n_bytes} bytes of state and wrote {written}")
-        self._saved = (view, positions)
-        return _DONE
+            return f"the library announced {n_bytes} bytes of state and wrote {written}"
+        return view, positions
 
     def _seal(self, _state: MachineState) -> Event:
         if self._saved is None:
@@ -149,41 +161,88 @@ class Effects:
             raise AssertionError(msg)
         view, positions = self._saved
         self._saved = None
-        wrong = self._contradictions(view, positions)
-        if wrong:
-            return _failed("state-contradicts-session", wrong)
-        used = self.core.used()
-        self._fresh = Sealed(
+        sealed = self._sealed(view, positions)
+        if isinstance(sealed, str):
+            return _failed("state-contradicts-session", sealed)
+        self._fresh = sealed
+        return _DONE
+
+    def _sealed(self, view: memoryview, positions: Mapping[int, tuple[int, int]]) -> Sealed | str:
+        """Parse the bytes, hold them against the session's books and checksum them; a text says what is wrong."""
+        core = self.core
+        version = 0
+        used = core.used()
+        if core.has_memory:
+            held = {seq_id: last for seq_id, (_first, last) in positions.items() if last >= 0}
+            wanted = {slot.seq_id: slot.n_past - 1 for slot in used if slot.n_past}
+            if held != wanted:
+                return f"the library holds last positions {held}, the session counts {wanted}"
+            wrong, version = contradictions(core, view, wanted)
+            if wrong:
+                return wrong
+        return Sealed(
             view=view,
             digest=xxhash.xxh3_128_digest(view),
             positions=positions,
             n_tokens=sum(len(slot.tokens) for slot in used),
             n_sequences=len(used),
+            version=version,
         )
-        return _DONE
 
-    def _contradictions(self, view: memoryview, positions: Mapping[int, tuple[int, int]]) -> str:
-        """Say in what the saved bytes, the library's own positions and the session's books disagree; "" for nothing."""
+    def snapshot(self) -> Sealed:
+        """Save and seal outside of a switch; valid until the next save, switch or proof.
+
+        Raises:
+            CarryDamaged: the bytes and the session's books disagree.
+            llama_native.CallFailed: the library wrote nothing.
+        """
+        taken = self._take()
+        sealed = taken if isinstance(taken, str) else self._sealed(*taken)
+        if isinstance(sealed, str):
+            raise CarryDamaged(None, sealed)
+        return sealed
+
+    def reseal(self) -> None:
+        """Keep a trial's original in step with a change of the memory that no decode was part of."""
+        if self.kept is not None:
+            self.kept = self.snapshot()
+
+    def replace(self, state: memoryview, slots: dict[int, Slot]) -> None:
+        """Put other sequences in place of those that the session holds.
+
+        Args:
+            state: their bytes; empty: the tokens are read again.
+            slots: the sequences, by id.
+
+        Raises:
+            CarryDamaged: the bytes do not parse, or hold something other than the sequences; nothing was touched.
+            Refused: the library would not take them; the session is as it was.
+        """
         core = self.core
-        if not core.has_memory:
-            return ""
-        placement = core.placement
-        image = statecodec.parse(
-            view,
-            facts=statecodec.ModelFacts(
-                architecture=core.facts.architecture,
-                n_layer=core.facts.n_layer,
-                n_seq_max=placement.n_seq_max,
-            ),
-        )
-        wanted = {slot.seq_id: slot.n_past - 1 for slot in core.used() if slot.n_past}
-        held = {seq_id: last for seq_id, (_first, last) in positions.items() if last >= 0}
-        if held != wanted:
-            return f"the library holds last positions {held}, the session counts {wanted}"
-        if image.is_opaque:
-            return ""
-        saved = {seq_id: span.pos_max for seq_id, span in image.sequences().items()}
-        return "" if saved == wanted else f"the saved bytes hold last positions {saved}, the session counts {wanted}"
+        wanted = {slot.seq_id: slot.n_past - 1 for slot in slots.values() if slot.n_past}
+        try:
+            wrong = contradictions(core, state, wanted)[0] if core.has_memory and len(state) else ""
+        except statecodec.StateFormatError as error:
+            raise CarryDamaged(None, str(error)) from error
+        if wrong:
+            raise CarryDamaged(None, wrong)
+        before, old = self.snapshot(), core.slots
+        core.slots = slots
+        try:
+            core.engine.live.clear()
+            if len(state):
+                self._give(state)
+            else:
+                core.replay_tokens()
+        except NativeError as error:
+            core.slots = old
+            # A restore that failed can leave a context half written: it is thrown away.
+            core.engine.rebuild(core.placement)
+            self._give(before.view)
+            raise Refused((Reason("restore-refused", str(error)),)) from error
+        for slot in old.values():
+            slot.clear()
+        self.reseal()
 
     def _free(self, _state: MachineState) -> Event:
         self._swap_original()
@@ -193,8 +252,6 @@ class Effects:
     def _swap_original(self) -> None:
         """The switch is past the point where the trial before it counts: what was saved now is the original."""
         if self._fresh is not None:
-            if self.kept is not None and self._fresh.view.obj is not self.kept.view.obj:
-                self.core.arena, self.core.spare = self.core.spare, self.core.arena
             self.kept, self._fresh = self._fresh, None
 
     def _place(self, state: MachineState) -> Event:
@@ -207,15 +264,15 @@ class Effects:
         return _DONE
 
     def _restore(self, _state: MachineState) -> Event:
-        self._give(self._original())
+        self._give(self._original().view)
         return _DONE
 
-    def _give(self, sealed: Sealed) -> None:
+    def _give(self, state: memoryview) -> None:
         core = self.core
         core.encode()
         if core.has_memory:
-            n = state_set(core.engine.live, sealed.view)
-            if n != len(sealed.view):
+            n = state_set(core.engine.live, state)
+            if n != len(state):
                 raise CallFailed("llama_state_set_data", n, core.engine.library.log.tail(4))
 
     def _native_switch(self, state: MachineState) -> Event:
@@ -292,7 +349,7 @@ class Effects:
         return _DONE
 
     def _restore_old(self, _state: MachineState) -> Event:
-        self._give(self._original())
+        self._give(self._original().view)
         return _DONE
 
     def _prove_old(self, state: MachineState) -> Event:
@@ -318,8 +375,9 @@ class Effects:
         return _DONE
 
     def _peaks(self, placement: Placement) -> tuple[DevicePeak, ...]:
-        """Read what each device holds now, once; processors share the machine's memory and have no number of their own."""
-        known = {device.name: device for device in self.core.engine.library.devices(memory=self._has_gpu())}
+        """Read what each device holds now, once; a processor has no memory of its own, and no number."""
+        library = self.core.engine.library
+        known = {device.name: device for device in library.devices(memory=self._has_gpu())}
         names = placement.devices or tuple(known)
         return tuple(
             DevicePeak(
@@ -351,7 +409,16 @@ class Effects:
 
 _DONE = Event(EventKind.DONE)
 _CANCELLABLE = frozenset(
-    {Command.CHECK, Command.SAVE, Command.SEAL, Command.FREE, Command.PLACE, Command.BUILD, Command.RESTORE, Command.PROVE}
+    {
+        Command.CHECK,
+        Command.SAVE,
+        Command.SEAL,
+        Command.FREE,
+        Command.PLACE,
+        Command.BUILD,
+        Command.RESTORE,
+        Command.PROVE,
+    }
 )
 _SHIELDED = frozenset(
     {
@@ -384,28 +451,4 @@ def _original_of(state: MachineState) -> Placement:
     return state.original
 
 
-_METHODS: Mapping[Command, Callable[[Effects, MachineState], Event | None]] = {
-    Command.QUIESCE: Effects._quiesce,
-    Command.CHECK: Effects._check,
-    Command.SAVE: Effects._save,
-    Command.SEAL: Effects._seal,
-    Command.FREE: Effects._free,
-    Command.PLACE: Effects._place,
-    Command.BUILD: Effects._build,
-    Command.RESTORE: Effects._restore,
-    Command.NATIVE_SWITCH: Effects._native_switch,
-    Command.PROVE: Effects._prove,
-    Command.ENTER_TRIAL: Effects._enter_trial,
-    Command.SERVE: Effects._serve,
-    Command.RELEASE_FAILED: Effects._release_failed,
-    Command.PLACE_OLD: Effects._place_old,
-    Command.BUILD_OLD: Effects._build_old,
-    Command.RESTORE_OLD: Effects._restore_old,
-    Command.PROVE_OLD: Effects._prove_old,
-    Command.RECOMPUTE: Effects._recompute,
-    Command.PARK: Effects._park,
-    Command.REPORT: Effects._report,
-    Command.CLOSE: Effects._close,
-}
-
-__all__ = ["Effects", "Options", "Sealed"]
+__all__ = ["Effects", "Options"]

@@ -1,0 +1,226 @@
+"""Decoding for a session: prompts, drawn tokens, cuts, copies and shifts, and the trial that ends a switch.
+
+Laws:
+    1. The memory and the slots agree after every call, whether it returned or raised.
+    2. The first decode after a switch is its trial: one that fails is fallen back from, and done again in the old
+       placement.
+    3. A copy or a shift is whole when its call returns: none is left for a later decode, where a saved state would
+       miss it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from llama_native import CallFailed, sequence_state_get, sequence_state_set, sequence_state_size
+from splitctl.core import Batch, batches
+from splitctl.errors import Cancelled, ConfigInvalid, Parked, Refused
+from splitctl.outcome import Reason
+from splitctl.placement import SplitMode
+from splitctl.sampler import Sampler
+from splitctl.sequence import SamplerSpec, no_logits, no_tokens
+from splitctl.switching.machine import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from splitctl.core import Core
+    from splitctl.slot import Slot
+    from splitctl.switching.switcher import Switcher
+
+
+class Decoder:
+    """Decodes for one session. Thread: the session's turn guards it."""
+
+    def __init__(self, core: Core, switcher: Switcher) -> None:
+        """Decode on ``core``; ``switcher`` is told how a trial went."""
+        self._core = core
+        self._switcher = switcher
+        self._effects = switcher.effects
+
+    def begin_decoder(self, slot: Slot, tokens: Sequence[int]) -> list[int]:
+        """Give an encoder-decoder's prompt to its encoder; the decoder starts with its own first token."""
+        slot.encoder_tokens = np.array(tokens, np.int32)
+        self._core.encode()
+        return [max(self._core.decoder_start, 0)]
+
+    def settle(self, slot: Slot) -> None:
+        """Decode a token that was drawn and delivered but is not in the memory yet."""
+        if slot.n_past < len(slot.tokens):
+            self.decode_pending([slot])
+
+    def decode_pending(self, slots: Sequence[Slot]) -> None:
+        """Decode the newest token of each sequence, which was drawn and delivered before."""
+        if not slots:
+            return
+        for slot in slots:
+            self._core.check_room(slot.seq_id, 1)
+        batch = Batch(
+            [slot.tokens[-1] for slot in slots],
+            [slot.n_past for slot in slots],
+            [slot.seq_id for slot in slots],
+            [True] * len(slots),
+        )
+        rows = self._run(batch)
+        for index, slot in enumerate(slots):
+            slot.n_past += 1
+            self._take(slot, index, rows[index])
+
+    def decode_new(self, slot: Slot, batch: Batch) -> None:
+        """Decode tokens that the sequence does not have yet, and book them as far as the memory holds them."""
+        try:
+            rows = self._run(batch)
+        except Cancelled:
+            self._book_what_is_held(slot, batch)
+            raise
+        slot.tokens.extend(batch.tokens)
+        slot.n_past += len(batch.tokens)
+        if slot.sampler is not None:
+            for token in batch.tokens:
+                slot.sampler.accept(token)
+        for index, row in rows.items():
+            self._take(slot, index, row)
+
+    def _book_what_is_held(self, slot: Slot, batch: Batch) -> None:
+        if not self._core.has_memory:
+            return
+        n_held = self._core.engine.live.pos_max(slot.seq_id) + 1 - slot.n_past
+        slot.tokens.extend(batch.tokens[:n_held])
+        slot.n_past += max(n_held, 0)
+        slot.take_rows(no_logits(), no_tokens())
+
+    def _take(self, slot: Slot, index: int, row: NDArray[np.float32]) -> None:
+        if self._core.facts.is_encoder_only:
+            slot.embedding = row
+            return
+        if self._core.engine.embeddings:
+            slot.embedding = np.frombuffer(self._core.engine.live.embeddings(index, slot.seq_id), np.float32)
+        slot.take_rows(row.reshape(1, -1), np.array([index], np.int32))
+
+    def _run(self, batch: Batch) -> dict[int, NDArray[np.float32]]:
+        """Decode; a trial that fails is done again in the old placement."""
+        core = self._core
+        if not self._switcher.on_trial:
+            return core.run(batch)
+        try:
+            rows = core.run(batch)
+            wrong = _nonsense(rows)
+        except CallFailed as error:
+            rows, wrong = {}, str(error)
+        if not wrong:
+            self._switcher.trial_succeeded()
+            return rows
+        self._switcher.trial_failed(Reason("trial-failed", f"the first decode after the switch failed: {wrong}"))
+        if self._switcher.state.stage is Stage.PARKED:
+            raise Parked(self._effects.parked_at)
+        return core.run(batch)
+
+    def draw(self, slot: Slot) -> int:
+        """Draw a sequence's next token from its logits, and book it.
+
+        Raises:
+            ConfigInvalid: it has no logits.
+        """
+        if not slot.has_logits:
+            raise ConfigInvalid("seq_id", slot.seq_id, "a sequence that holds a prompt with logits (prefill first)")
+        if slot.sampler is None:
+            self.set_sampler(slot, SamplerSpec())
+        sampler = slot.sampler
+        if sampler is None:
+            msg = "a sampler has just been set"
+            raise AssertionError(msg)
+        token = sampler.sample(slot.logits[-1])
+        slot.tokens.append(token)
+        return token
+
+    def set_sampler(self, slot: Slot, spec: SamplerSpec) -> None:
+        """Draw by ``spec`` from now on; the same spec again goes on where it is."""
+        if slot.sampler is not None:
+            if slot.sampler.spec == spec:
+                return
+            slot.sampler.close()
+        slot.sampler = Sampler(self._core.engine.library, spec, self._core.n_vocab)
+        slot.sampler.replay(slot.tokens, 0)
+
+    def copy_memory(self, src: Slot, dst: Slot) -> None:
+        """Let the memory of ``dst`` hold what that of ``src`` holds, whole at once."""
+        core = self._core
+        context = core.engine.live
+        if not core.has_memory or src.n_past == 0:
+            return
+        if core.placement.kv_unified and core.facts.architecture not in _ALWAYS_STREAMS:
+            context.seq_cp(src.seq_id, dst.seq_id)
+            return
+        # Between streams the library copies rows at the next decode only; the sequence's state is whole at once.
+        buffer = bytearray(sequence_state_size(context, src.seq_id))
+        n = sequence_state_get(context, buffer, src.seq_id)
+        sequence_state_set(context, memoryview(buffer)[:n], dst.seq_id)
+
+    def cut(self, slot: Slot, n_tokens: int) -> None:
+        """Keep a sequence's first ``n_tokens``; a memory that cannot be cut is filled from the tokens again."""
+        core = self._core
+        tokens = slot.tokens[:n_tokens]
+        if core.has_memory and core.engine.live.seq_rm(slot.seq_id, n_tokens - 1, -1):
+            slot.tokens, slot.n_past = tokens[:-1], n_tokens - 1
+            self._effects.reseal()
+            self.decode_new(slot, next(iter(batches(slot.seq_id, tokens[-1:], n_tokens - 1, 1, last_output=True))))
+            return
+        if core.has_memory:
+            core.engine.live.seq_rm(slot.seq_id)
+        slot.tokens, slot.n_past = tokens[:0], 0
+        self._effects.reseal()
+        for batch in batches(slot.seq_id, tokens, 0, core.placement.n_batch, last_output=True):
+            self.decode_new(slot, batch)
+
+    def again(self, slot: Slot) -> None:
+        """Decode a sequence's last token again in its place."""
+        self._core.engine.live.seq_rm(slot.seq_id, slot.n_past - 1, -1)
+        slot.n_past -= 1
+        if self._switcher.on_trial:
+            self._effects.reseal()
+        self.decode_pending([slot])
+
+    def shift(self, slot: Slot, n_keep: int, n_discard: int) -> None:
+        """Drop ``n_discard`` tokens after the first ``n_keep`` and move the rest down, keys included."""
+        if self._switcher.on_trial:
+            self.again(slot)  # a shift cannot be saved before a decode has applied it, so the trial comes first
+        context = self._core.engine.live
+        if not context.seq_rm(slot.seq_id, n_keep, n_keep + n_discard):
+            raise Refused((Reason("cannot-shift", "this memory cannot drop tokens from its middle"),))
+        context.seq_add(slot.seq_id, n_keep + n_discard, -1, -n_discard)
+        del slot.tokens[n_keep : n_keep + n_discard]
+        slot.n_past -= n_discard
+        # The keys follow at the next decode, so one is done now: the last token once more, in its new place.
+        self.again(slot)
+
+    def refuse_shift(self) -> None:
+        """Raise Refused where a shift would end in an abort, or cannot be."""
+        if self._core.placement.mode is SplitMode.TENSOR:
+            reason = Reason(
+                "shift-in-tensor-mode",
+                "the context cannot be shifted in tensor mode (the library's next decode would abort); "
+                "switch to layer first, or open a larger context",
+            )
+            raise Refused((reason,))
+        if not self._core.engine.live.can_shift():
+            raise Refused((Reason("cannot-shift", "this model's memory cannot be shifted; open a larger context"),))
+
+
+_ALWAYS_STREAMS = frozenset({"deepseek4"})
+"""Architectures that keep a stream for each sequence whatever is asked. Source: seen on build 11549."""
+
+
+def _nonsense(rows: Mapping[int, NDArray[np.float32]]) -> str:
+    for row in rows.values():
+        if bool(np.isnan(row).any()):
+            return "its logits are not numbers"
+        if row.size > 1 and bool((row == row[0]).all()):
+            return "its logits are all equal"
+    return ""
+
+
+__all__ = ["Decoder"]
