@@ -1,0 +1,10 @@
+"""The command line: `splitctl` and its commands, one file a family.
+
+Main path: main -> a command (run, devices, doctor) -> child (interrupts, events) -> `splitctl.host.Worker`.
+"""
+
+from __future__ import annotations
+
+from splitctl.cli.main import main
+
+__all__ = ["main"]

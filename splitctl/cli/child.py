@@ -1,0 +1,124 @@
+"""How a command uses a worker child: interrupts are passed on, events shown, and its end told."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass, field
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from splitctl.cli.output import EXIT_OF_FAULT, ExitCode, Screen
+from splitctl.errors import SplitctlError, WorkerLost
+from splitctl.host import Failure, Partial, Piece, Progress, Request, Result, Worker
+from splitctl.last_words import telling_line
+
+
+class Interrupts:
+    """Ctrl-C while a worker runs: the first asks it to stop, the second ends it.
+
+    Lifetime:
+        Use as a context manager in the main thread; leaving it gives the handler back.
+    """
+
+    def __init__(self) -> None:
+        """Count from zero."""
+        self.count = 0
+        self._worker: Worker | None = None
+        self._previous: Any = None
+
+    def __enter__(self) -> Self:
+        """Take the signal."""
+        self._previous = signal.signal(signal.SIGINT, self._on_interrupt)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give the signal back."""
+        signal.signal(signal.SIGINT, self._previous)
+
+    def attach(self, worker: Worker) -> None:
+        """Pass interrupts on to a worker, one that came before it existed included.
+
+        Args:
+            worker: the running worker.
+        """
+        self._worker = worker
+        if self.count:
+            worker.cancel()
+
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Handle one Ctrl-C; the event loop goes on, because the handler returns."""
+        del number, frame
+        self.count += 1
+        if self._worker is None:
+            return
+        if self.count > 1:
+            self._worker.kill()
+        else:
+            self._worker.cancel()
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a worker came to.
+
+    Attributes:
+        body: the result, or what is known of it.
+        code: the exit status so far; DONE when the worker delivered a result.
+    """
+
+    body: dict[str, Any] = field(default_factory=dict)
+    code: ExitCode = ExitCode.DONE
+
+
+def ask(request: Request, screen: Screen) -> Answer:
+    """Do a request in a worker and show what happens.
+
+    Args:
+        request: what to do.
+        screen: where to show it; a failure is told there.
+
+    Returns:
+        The result, or the exit status of the failure that was told.
+    """
+    answer = Answer()
+    with Interrupts() as interrupts:
+        try:
+            with Worker(request, env=os.environ, on_output=screen.library_output) as worker:
+                interrupts.attach(worker)
+                for event in worker.events():
+                    _show(event, screen, answer)
+        except WorkerLost as error:
+            if interrupts.count:
+                message = f"cancelled; the worker {error.how}"
+                answer.code = screen.fail("Cancelled", message, ExitCode.CANCELLED, answer.body)
+            else:
+                why = telling_line(error.log_tail) or "it said nothing"
+                message = f"the worker {error.how}: {why}; splitctl doctor shows the library that it used"
+                answer.code = screen.fail("WorkerLost", message, ExitCode.FAILED, answer.body)
+        except SplitctlError as error:
+            answer.code = screen.fail(type(error).__name__, str(error), ExitCode.FAILED, answer.body)
+        except OSError as error:
+            if isinstance(error, BrokenPipeError):
+                raise
+            message = f"the worker could not be started: {error}; check the limits on processes and memory"
+            answer.code = screen.fail(type(error).__name__, message, ExitCode.FAILED, answer.body)
+    return answer
+
+
+def _show(event: Progress | Piece | Partial | Result | Failure, screen: Screen, answer: Answer) -> None:
+    """Show one event, or keep it for the answer."""
+    match event:
+        case Progress():
+            screen.progress(event)
+        case Piece():
+            screen.text(event.data)
+        case Partial():
+            answer.body.update(event.body)
+        case Result():
+            answer.body = event.body
+        case Failure():
+            answer.body.update(event.body)
+            answer.code = screen.fail(event.kind, event.message, EXIT_OF_FAULT[event.fault], answer.body)

@@ -1,0 +1,68 @@
+"""The entry point: parse the arguments, run one command, turn every end into an exit status."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+import click
+
+from splitctl.cli.devices import devices
+from splitctl.cli.doctor import doctor
+from splitctl.cli.output import ExitCode, Screen, error_body, one_line, print_json
+from splitctl.cli.run import run
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(metadata.version("splitctl"), prog_name="splitctl")
+def cli() -> None:
+    """Switch a running llama.cpp session from one split mode to another and keep everything."""
+
+
+cli.add_command(run)
+cli.add_command(devices)
+cli.add_command(doctor)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: arguments without the program's name; None takes the process's own.
+
+    Returns:
+        The exit status, an `ExitCode`.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    as_json = "--json" in arguments
+    try:
+        code = cli.main(arguments, prog_name="splitctl", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return ExitCode.USAGE
+    except click.ClickException as error:
+        return _usage_error(error, as_json=as_json)
+    except (click.Abort, KeyboardInterrupt):
+        # Before a worker exists; afterwards the interrupt is passed on to it (see child).
+        message = "cancelled; nothing was started"
+        with Screen(as_json=as_json) as screen:
+            return screen.fail("Cancelled", message, ExitCode.CANCELLED)
+    except BrokenPipeError:
+        # The reader of our stdout is gone. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.FAILED
+    return code if isinstance(code, int) else ExitCode.DONE
+
+
+def _usage_error(error: click.ClickException, *, as_json: bool) -> ExitCode:
+    """Tell a usage error in one line."""
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    command = context.command_path if context is not None else "splitctl"
+    message = one_line(error.format_message()).rstrip(".")
+    text = f"{command}: {message}; see {command} --help"
+    click.echo(text, err=True)
+    if as_json:
+        print_json(error_body(type(error).__name__, text, ExitCode.USAGE))
+    return ExitCode.USAGE

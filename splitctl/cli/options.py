@@ -1,0 +1,287 @@
+"""Flags that several commands share: names, defaults and LLAMA_ARG_* variables are llama.cpp's.
+
+Source: common/arg.cpp of llama.cpp.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from splitctl.errors import ConfigInvalid
+from splitctl.placement import KV_TYPES, FlashAttn, Placement, PlacementInvalid, SplitMode, parse_tensor_split
+from splitctl.sequence import RANDOM_SEED, SamplerSpec
+
+Command = Callable[..., Any]
+
+_MODES = [mode.value for mode in SplitMode]
+
+#: How help shows a split mode.
+MODES = f"[{'|'.join(_MODES)}]"
+_TRUE = {"on", "enabled", "true", "1"}
+_FALSE = {"off", "disabled", "false", "0"}
+
+#: A field of a placement, as the user knows it.
+FLAG_OF_FIELD = {
+    "mode": "-sm",
+    "devices": "--device",
+    "tensor_split": "-ts",
+    "main_gpu": "-mg",
+    "n_gpu_layers": "-ngl",
+    "n_ctx": "-c",
+    "type_k": "-ctk",
+    "type_v": "-ctv",
+    "offload_kqv": "-nkvo",
+    "flash_attn": "-fa",
+    "n_batch": "-b",
+    "n_ubatch": "-ub",
+    "n_seq_max": "-np",
+    "n_threads": "-t",
+    "n_threads_batch": "-tb",
+}
+
+
+class Layers(click.ParamType[int]):
+    """A number of layers, or `auto` or `all`."""
+
+    name = "N|auto|all"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Read the number; auto and all are negative, which means every layer."""
+        if value in {"auto", "all"}:
+            return -1
+        try:
+            layers = int(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a number of layers, auto or all", param, ctx)
+        return layers
+
+
+class Flash(click.ParamType[FlashAttn]):
+    """Flash attention: on, off or auto, in llama.cpp's spellings."""
+
+    name = "on|off|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> FlashAttn:
+        """Read the word."""
+        if isinstance(value, FlashAttn):
+            return value
+        if value in {"auto", "-1"}:
+            return FlashAttn.AUTO
+        if value in _TRUE:
+            return FlashAttn.ON
+        if value in _FALSE:
+            return FlashAttn.OFF
+        return self.fail(f"{value!r} is not on, off or auto", param, ctx)
+
+
+class Mode(click.ParamType[SplitMode]):
+    """A split mode."""
+
+    name = "|".join(_MODES)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> SplitMode:
+        """Read the word."""
+        if isinstance(value, SplitMode):
+            return value
+        try:
+            return SplitMode(value)
+        except ValueError:
+            self.fail(f"{value!r} is not one of {', '.join(_MODES)}", param, ctx)
+
+
+class OffloadOption(click.Option):
+    """`-kvo/-nkvo`, with llama.cpp's two variables: the one that says no wins."""
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        """Read LLAMA_ARG_NO_KV_OFFLOAD (set to anything) and LLAMA_ARG_KV_OFFLOAD."""
+        if "LLAMA_ARG_NO_KV_OFFLOAD" in os.environ:
+            return "off"
+        value = super().resolve_envvar_value(ctx)
+        return {"enabled": "on", "disabled": "off"}.get(value, value) if value is not None else None
+
+
+def _applied(options: Sequence[Callable[[Command], Command]], command: Command) -> Command:
+    """Put options on a command so that help lists them in this order."""
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def library_option(command: Command) -> Command:
+    """Add `--lib`."""
+    return click.option(
+        "--lib",
+        "library",
+        type=click.Path(path_type=Path),
+        metavar="PATH",
+        help="The libllama to use, instead of looking for one (splitctl doctor shows where).",
+    )(command)
+
+
+def json_option(command: Command) -> Command:
+    """Add `--json`."""
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")(
+        command
+    )
+
+
+def verbose_option(command: Command) -> Command:
+    """Add `-v`."""
+    return click.option("-v", "--verbose", is_flag=True, help="Show the library's own output on stderr.")(command)
+
+
+def placement_options(command: Command) -> Command:
+    """Add the placement flags; the command gets them as one `placement`."""
+    plain = Placement()
+
+    @functools.wraps(command)
+    def with_placement(**given: Any) -> Any:
+        return command(placement=_placement(given), **given)
+
+    options = [
+        click.option(
+            "-sm", "--split-mode", "mode", type=Mode(), metavar=MODES, envvar="LLAMA_ARG_SPLIT_MODE",
+            default=plain.mode.value, show_default=True, help="How the model is split over devices.",
+        ),
+        click.option(
+            "-ts", "--tensor-split", envvar="LLAMA_ARG_TENSOR_SPLIT", default="", metavar="N0,N1,...",
+            help="Share of each device, such as 3,1.",
+        ),
+        click.option(
+            "-mg", "--main-gpu", type=int, envvar="LLAMA_ARG_MAIN_GPU", default=plain.main_gpu, show_default=True,
+            help="The device that mode none uses, by index.",
+        ),
+        click.option(
+            "-dev", "--device", "devices", envvar="LLAMA_ARG_DEVICE", default="", metavar="DEV1,DEV2,...",
+            help="Devices in order (splitctl devices lists them); a name may come twice.",
+        ),
+        click.option(
+            "-ngl", "--gpu-layers", "--n-gpu-layers", "n_gpu_layers", type=Layers(), metavar="[N|auto|all]",
+            envvar="LLAMA_ARG_N_GPU_LAYERS", default="auto", show_default=True, help="Layers placed on devices.",
+        ),
+        click.option(
+            "-c", "--ctx-size", "n_ctx", type=int, envvar="LLAMA_ARG_CTX_SIZE", default=plain.n_ctx,
+            show_default=True, help="Context size in tokens; 0 is the model's own.",
+        ),
+        click.option(
+            "-ctk", "--cache-type-k", "type_k", type=click.Choice(KV_TYPES), envvar="LLAMA_ARG_CACHE_TYPE_K",
+            default=plain.type_k, show_default=True, help="Cache type of keys.",
+        ),
+        click.option(
+            "-ctv", "--cache-type-v", "type_v", type=click.Choice(KV_TYPES), envvar="LLAMA_ARG_CACHE_TYPE_V",
+            default=plain.type_v, show_default=True, help="Cache type of values.",
+        ),
+        click.option(
+            "-kvo/-nkvo", "--kv-offload/--no-kv-offload", "offload_kqv", cls=OffloadOption,
+            envvar="LLAMA_ARG_KV_OFFLOAD", default=plain.offload_kqv, show_default=True,
+            help="Keep the cache on the devices, or in host memory.",
+        ),
+        click.option(
+            "-fa", "--flash-attn", "flash_attn", type=Flash(), metavar="[on|off|auto]", envvar="LLAMA_ARG_FLASH_ATTN",
+            default=plain.flash_attn.value, show_default=True, help="Flash attention.",
+        ),
+        click.option(
+            "-b", "--batch-size", "n_batch", type=int, envvar="LLAMA_ARG_BATCH", default=plain.n_batch,
+            show_default=True, help="Most tokens of one decode.",
+        ),
+        click.option(
+            "-ub", "--ubatch-size", "n_ubatch", type=int, envvar="LLAMA_ARG_UBATCH", default=plain.n_ubatch,
+            show_default=True, help="Most tokens of one computed batch.",
+        ),
+        click.option(
+            "-np", "--parallel", "n_seq_max", type=int, envvar="LLAMA_ARG_N_PARALLEL", default=plain.n_seq_max,
+            show_default=True, help="Most sequences at once.",
+        ),
+        click.option(
+            "-t", "--threads", "n_threads", type=int, envvar="LLAMA_ARG_THREADS", default=-1, show_default=True,
+            help="Threads for generating; -1 is one a core.",
+        ),
+        click.option(
+            "-tb", "--threads-batch", "n_threads_batch", type=int, default=-1, show_default=True,
+            help="Threads for the prompt; -1 is the same as -t.",
+        ),
+    ]  # fmt: skip
+    return _applied(options, with_placement)
+
+
+def _placement(given: dict[str, Any]) -> Placement:
+    """Take the placement's flags out of `given` and build it."""
+    threads = max(0, given.pop("n_threads"))
+    threads_batch = max(0, given.pop("n_threads_batch"))
+    devices = given.pop("devices")
+    split = given.pop("tensor_split")
+    fields = {
+        name: given.pop(name)
+        for name in (
+            "mode", "main_gpu", "n_gpu_layers", "n_ctx", "type_k", "type_v", "flash_attn", "n_batch", "n_ubatch",
+            "n_seq_max", "offload_kqv",
+        )
+    }  # fmt: skip
+    try:
+        return Placement(
+            devices=tuple(name.strip() for name in devices.split(",")) if devices else (),
+            tensor_split=parse_tensor_split(split),
+            n_threads=threads,
+            n_threads_batch=threads_batch,
+            **fields,
+        )
+    except PlacementInvalid as error:
+        flag = FLAG_OF_FIELD.get(error.field, error.field)
+        text = f"{error.value!r} is not possible; wanted: {error.wanted}"
+        raise click.BadParameter(text, param_hint=flag) from error
+
+
+def sampler_options(command: Command) -> Command:
+    """Add the sampler flags; the command gets them as one `sampler`."""
+    plain = SamplerSpec()
+
+    @functools.wraps(command)
+    def with_sampler(**given: Any) -> Any:
+        names = ("temp", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed", "stop")
+        fields = {name: given.pop(name) for name in names}
+        fields["seed"] = RANDOM_SEED if fields["seed"] == -1 else fields["seed"]
+        try:
+            sampler = SamplerSpec(**fields)
+        except ConfigInvalid as error:
+            flag = "--" + error.field.replace("_", "-")
+            raise click.BadParameter(f"{error.value!r}; wanted: {error.wanted}", param_hint=flag) from error
+        return command(sampler=sampler, **given)
+
+    options = [
+        click.option(
+            "--temp", "--temperature", "temp", type=float, envvar="LLAMA_ARG_TEMPERATURE", default=plain.temp,
+            show_default=True, help="Temperature; 0 takes the likeliest token.",
+        ),
+        click.option(
+            "--top-k", type=int, envvar="LLAMA_ARG_TOP_K", default=plain.top_k, show_default=True,
+            help="Keep this many of the likeliest tokens; 0 keeps all.",
+        ),
+        click.option(
+            "--top-p", type=float, envvar="LLAMA_ARG_TOP_P", default=plain.top_p, show_default=True,
+            help="Keep tokens up to this probability together; 1 keeps all.",
+        ),
+        click.option(
+            "--min-p", type=float, envvar="LLAMA_ARG_MIN_P", default=plain.min_p, show_default=True,
+            help="Keep tokens at least this likely, relative to the likeliest; 0 keeps all.",
+        ),
+        click.option(
+            "--repeat-penalty", type=float, envvar="LLAMA_ARG_REPEAT_PENALTY", default=plain.repeat_penalty,
+            show_default=True, help="Divide the logits of tokens seen lately by this; 1 is none.",
+        ),
+        click.option(
+            "--repeat-last-n", type=int, default=plain.repeat_last_n, show_default=True,
+            help="How many tokens count as lately; 0 is none.",
+        ),
+        click.option("-s", "--seed", type=int, default=-1, show_default=True, help="Random seed; -1 draws one."),
+        click.option(
+            "-r", "--stop", "--reverse-prompt", "stop", multiple=True, metavar="TEXT",
+            help="End before this text; may be given more than once.",
+        ),
+    ]  # fmt: skip
+    return _applied(options, with_sampler)

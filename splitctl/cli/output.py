@@ -1,0 +1,294 @@
+"""What the command line shows: the answer on stdout, everything else on stderr, and exit codes.
+
+Laws:
+    1. With `--json`, stdout gets one JSON object and nothing else, also when the command fails.
+    2. Progress, tables, logs and errors go to stderr: a bar on a terminal, plain lines otherwise.
+    3. An error is one line: what happened and what to do.
+"""
+
+from __future__ import annotations
+
+import codecs
+import enum
+import json
+import math
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+
+from splitctl.host import Fault, Progress
+
+_MIB = 1024 * 1024
+
+
+class ExitCode(enum.IntEnum):
+    """What a command's exit status says."""
+
+    DONE = 0
+    FAILED = 1
+    USAGE = 2
+    FELL_BACK = 3
+    REFUSED = 4
+    PARKED = 5
+    NO_SESSION = 6
+    BUSY = 7
+    CANCELLED = 130
+
+
+EXIT_OF_FAULT: Mapping[Fault, ExitCode] = {
+    Fault.CONFIG: ExitCode.USAGE,
+    Fault.MODEL: ExitCode.FAILED,
+    Fault.LIBRARY: ExitCode.FAILED,
+    Fault.REFUSED: ExitCode.REFUSED,
+    Fault.CANCELLED: ExitCode.CANCELLED,
+    Fault.PARKED: ExitCode.PARKED,
+    Fault.BUSY: ExitCode.BUSY,
+    Fault.INTERNAL: ExitCode.FAILED,
+}
+
+
+def one_line(text: str) -> str:
+    """Fold a message into one line.
+
+    Args:
+        text: any text.
+
+    Returns:
+        Its lines, trimmed, joined by spaces; control characters are left out.
+    """
+    joined = " ".join(part for line in text.splitlines() if (part := line.strip()))
+    return "".join(char for char in joined if char.isprintable())
+
+
+def error_body(kind: str, message: str, code: ExitCode, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Make the object that `--json` prints when a command fails.
+
+    Args:
+        kind: the error's class name.
+        message: what happened and what to do.
+        code: the exit status.
+        more: what is known besides.
+
+    Returns:
+        The object: what is known, `error` {kind, message} and `exit_code`.
+    """
+    return {**(more or {}), "error": {"kind": kind, "message": one_line(message)}, "exit_code": int(code)}
+
+
+def print_json(body: Mapping[str, Any]) -> None:
+    """Print one object on stdout, as strict JSON on one line.
+
+    Args:
+        body: the object; numbers that JSON lacks become null.
+    """
+    sys.stdout.write(json.dumps(_strict(body), ensure_ascii=True, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+def _strict(value: Any) -> Any:
+    """Replace what JSON cannot hold."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    return value
+
+
+class Screen:
+    """The terminal while a command runs.
+
+    Lifetime:
+        Use as a context manager: leaving it gives the terminal back as it was.
+    """
+
+    def __init__(self, *, as_json: bool, verbose: bool = False) -> None:
+        """Prepare the two streams.
+
+        Args:
+            as_json: whether stdout is kept for one JSON object.
+            verbose: whether the library's own output is shown.
+        """
+        self._as_json = as_json
+        self._verbose = verbose
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._bars: Bars | None = None
+        self._task: TaskID | None = None
+        self._stage = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._wrote_text = False
+
+    def __enter__(self) -> Self:
+        """Return the screen itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give the terminal back."""
+        self._end_bars()
+
+    def progress(self, event: Progress) -> None:
+        """Show where the work is.
+
+        Args:
+            event: the stage and how much of it is done.
+        """
+        if not self.console.is_terminal:
+            if event.stage != self._stage or event.note:
+                self.line(f"{event.stage}: {event.note}" if event.note else event.stage)
+            self._stage = event.stage
+            return
+        if event.stage == "generating" and not self._as_json:
+            # The answer is about to be written on the same terminal.
+            self._end_bars()
+            return
+        if self._bars is None:
+            self._bars = Bars(
+                TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=self.console, transient=True
+            )
+            self._bars.start()
+        if event.stage != self._stage or self._task is None:
+            if self._task is not None:
+                self._bars.remove_task(self._task)
+            self._task = self._bars.add_task(event.stage, total=None if event.done is None else 1.0)
+            self._stage = event.stage
+        self._bars.update(
+            self._task,
+            description=f"{event.stage} {event.note}".strip(),
+            total=None if event.done is None else 1.0,
+            completed=event.done or 0.0,
+        )
+
+    def text(self, data: bytes) -> None:
+        """Write a piece of the answer as soon as its characters are whole.
+
+        Args:
+            data: the next bytes; a character may be split over two calls.
+        """
+        if self._as_json:
+            return
+        self._end_bars()
+        self._write(self._decoder.decode(data))
+
+    def end_text(self) -> None:
+        """End the answer: what is left of a split character, and a line feed."""
+        if self._as_json or not self._wrote_text:
+            return
+        self._write(self._decoder.decode(b"", final=True) + "\n")
+
+    def library_output(self, line: str) -> None:
+        """Show a line of the library's own output, when asked to.
+
+        Args:
+            line: as printed.
+        """
+        if self._verbose:
+            self.line(line)
+
+    def line(self, text: str) -> None:
+        """Write one plain line to stderr.
+
+        Args:
+            text: the line; markup in it is not interpreted.
+        """
+        self.console.print(text, markup=False)
+
+    def table(self, table: Table) -> None:
+        """Write a table to stderr.
+
+        Args:
+            table: the table.
+        """
+        self._end_bars()
+        self.console.print(table)
+
+    def fail(self, kind: str, message: str, code: ExitCode, more: Mapping[str, Any] | None = None) -> ExitCode:
+        """Tell an error: one line on stderr, and the object on stdout with `--json`.
+
+        Args:
+            kind: the error's class name.
+            message: what happened and what to do.
+            code: the exit status.
+            more: what is known besides, for the object.
+
+        Returns:
+            The exit status.
+        """
+        self._end_bars()
+        self.end_text()
+        self.line(f"splitctl: {one_line(message)}")
+        if self._as_json:
+            print_json(error_body(kind, message, code, more))
+        return code
+
+    def _write(self, text: str) -> None:
+        """Write a part of the answer; what the terminal's encoding lacks is shown as an escape."""
+        if text:
+            encoding = sys.stdout.encoding or "utf-8"
+            sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            sys.stdout.flush()
+            self._wrote_text = True
+
+    def _end_bars(self) -> None:
+        """Take the bar away."""
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+            self._task = None
+            self._stage = ""
+
+
+def mib(n_bytes: float | None) -> str:
+    """Show a size.
+
+    Args:
+        n_bytes: the size [bytes], or None when it is not known.
+
+    Returns:
+        For example "37.5 MiB", or "-".
+    """
+    return "-" if n_bytes is None else f"{n_bytes / _MIB:,.1f} MiB"
+
+
+def ms(value: float | None) -> str:
+    """Show a duration.
+
+    Args:
+        value: the duration [ms], or None when it is not known.
+
+    Returns:
+        For example "12.3 ms", or "-".
+    """
+    return "-" if value is None else f"{value:,.1f} ms"
+
+
+def switch_table(outcome: Mapping[str, Any]) -> Table:
+    """Lay out the stages of a switch.
+
+    Args:
+        outcome: the outcome object of the contract.
+
+    Returns:
+        One row a stage and one for the whole.
+    """
+    table = Table(title=f"switch to {outcome.get('requested')}: {outcome.get('status')}", title_justify="left")
+    table.add_column("stage")
+    table.add_column("time", justify="right")
+    for stage, value in (outcome.get("stages_ms") or {}).items():
+        table.add_row(stage, ms(value))
+    table.add_section()
+    table.add_row("total", ms(outcome.get("total_ms")))
+    if outcome.get("fallback_ms") is not None:
+        table.add_row("of it falling back", ms(outcome["fallback_ms"]))
+    table.add_row("state", mib(outcome.get("state_bytes")))
+    table.add_row("weights", mib(outcome.get("weight_bytes")))
+    table.add_row("tokens carried", str(outcome.get("n_tokens")))
+    return table

@@ -1,0 +1,271 @@
+"""The parent's side of a worker: start it, follow its events, name its end, leave nothing running.
+
+Laws:
+    1. A worker leads a process group of its own: Ctrl-C on the terminal reaches the parent alone, which passes it on.
+    2. Its stdin is held open for as long as it may live; when the parent dies, even by SIGKILL, it reads end of file.
+    3. Whatever it and the library print goes to one pipe, of which the last lines are kept: an abort speaks there.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import site
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import splitctl
+from splitctl.errors import DeadlineExceeded, WorkerLost
+from splitctl.host import protocol
+from splitctl.host.protocol import Event, Failure, Progress, Request, Result
+from splitctl.last_words import how_it_ended
+
+_CHUNK_BYTES = 65536
+_TAIL_LINES = 40
+_GRACE_S = 5.0
+
+
+class Worker:
+    """One child process that holds the library and answers one request.
+
+    Lifetime:
+        Use as a context manager; leaving it ends the child and its process group.
+
+    Thread:
+        One thread reads `events`; `cancel` and `kill` may be called from any thread and from a signal handler.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        env: Mapping[str, str],
+        on_output: Callable[[str], None] | None = None,
+    ) -> None:
+        """Start the child and send it the request.
+
+        Args:
+            request: what to do.
+            env: the child's environment.
+            on_output: called with every line that the child or the library prints.
+        """
+        self._on_output = on_output
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._unfinished = b""
+        self._sent = False
+        self._cancelled = False
+        self._killed = False
+        self._stage = "starting"
+        events_out, events_in = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "splitctl.host.worker", str(events_in)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(events_in,),
+                process_group=0,
+                env=_child_env(env),
+                bufsize=0,
+            )
+        except BaseException:
+            os.close(events_out)
+            raise
+        finally:
+            os.close(events_in)
+        self._events_fd = events_out
+        self._send(protocol.encode_request(request))
+        self._sent = True
+        if self._cancelled:
+            self._send(protocol.CANCEL)
+
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        return self._process.pid
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether a cancel was asked for."""
+        return self._cancelled
+
+    @property
+    def stage(self) -> str:
+        """What the child last said it was doing."""
+        return self._stage
+
+    @property
+    def tail(self) -> tuple[str, ...]:
+        """The last lines that the child and the library printed, oldest first."""
+        lines = [*self._tail, self._unfinished.decode("utf-8", "replace")]
+        return tuple(line for line in lines if line.strip())
+
+    def events(self, *, deadline_s: float | None = None) -> Iterator[Event]:
+        """Follow the child until its last event.
+
+        Args:
+            deadline_s: longest silence that is borne, seconds; the child is killed after it. None waits for ever.
+
+        Yields:
+            Every event in order; the last is a Result or a Failure.
+
+        Raises:
+            WorkerLost: the child ended without a last event.
+            DeadlineExceeded: the child said nothing for too long.
+            ProtocolBroken: the child said something that is no event.
+        """
+        pending = bytearray()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._events_fd, selectors.EVENT_READ, "events")
+            selector.register(self._output_fd(), selectors.EVENT_READ, "output")
+            heard_at = time.monotonic()
+            while True:
+                left_s = None if deadline_s is None else max(0.0, heard_at + deadline_s - time.monotonic())
+                ready = selector.select(left_s)
+                if not ready and deadline_s is not None and time.monotonic() >= heard_at + deadline_s:
+                    self.kill()
+                    raise DeadlineExceeded(f"progress of the worker while {self._stage}", deadline_s)
+                for key, _ in ready:
+                    chunk = os.read(key.fd, _CHUNK_BYTES)
+                    if key.data == "output":
+                        self._take_output(chunk)
+                        if not chunk:
+                            selector.unregister(key.fd)
+                        continue
+                    if not chunk:
+                        raise self._lost()
+                    heard_at = time.monotonic()
+                    pending += chunk
+                    for event in self._decode(pending):
+                        yield event
+                        if isinstance(event, Result | Failure):
+                            return
+
+    def cancel(self) -> None:
+        """Ask the child to stop at the next point where it can; it answers with a Failure or a result."""
+        self._cancelled = True
+        if self._sent:
+            self._send(protocol.CANCEL)
+
+    def kill(self) -> None:
+        """End the child and everything that it started, at once."""
+        self._killed = True
+        if self._process.returncode is None:
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                # It ended between the look and the signal; wait() in close collects it.
+                return
+
+    def close(self) -> None:
+        """End the child: politely by closing its stdin, then by force; collect it and close every descriptor."""
+        if self._events_fd < 0:
+            return
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._drain(_GRACE_S)
+        finally:
+            self.kill()
+            self._process.wait()
+            os.close(self._events_fd)
+            self._events_fd = -1
+            if self._process.stdout is not None:
+                self._process.stdout.close()
+
+    def __enter__(self) -> Self:
+        """Return the worker itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the child, whatever happened."""
+        self.close()
+
+    def _send(self, data: bytes) -> None:
+        """Write to the child's stdin; a child that is gone is noticed by `events`, not here."""
+        stdin = self._process.stdin
+        if stdin is None or stdin.closed:
+            return
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(stdin.fileno(), view) :]
+        except BrokenPipeError:
+            # The child died first; its events end, and _lost() says why.
+            return
+
+    def _output_fd(self) -> int:
+        """Return the descriptor of the child's printing."""
+        if self._process.stdout is None:
+            raise WorkerLost(self.pid, "has no output pipe", ())
+        return self._process.stdout.fileno()
+
+    def _decode(self, pending: bytearray) -> Iterator[Event]:
+        """Take whole lines out of `pending` and decode them."""
+        while (end := pending.find(b"\n")) >= 0:
+            line = bytes(pending[:end])
+            del pending[: end + 1]
+            event = protocol.decode_event(line)
+            if isinstance(event, Progress):
+                self._stage = event.stage
+            yield event
+        if len(pending) > protocol.MAX_LINE_BYTES:
+            raise protocol.ProtocolBroken("without an end", f"{protocol.MAX_LINE_BYTES} bytes a line at most")
+
+    def _take_output(self, chunk: bytes) -> None:
+        """Keep the last lines of what the child prints."""
+        *lines, self._unfinished = (self._unfinished + chunk).split(b"\n")
+        # A line that never ends must not fill the memory.
+        self._unfinished = self._unfinished[-_CHUNK_BYTES:]
+        for raw in lines:
+            line = raw.decode("utf-8", "replace").rstrip()
+            if not line:
+                continue
+            self._tail.append(line)
+            if self._on_output is not None:
+                self._on_output(line)
+
+    def _drain(self, timeout_s: float) -> None:
+        """Read what the child still prints until it ends, so that it never waits for a full pipe."""
+        deadline = time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._output_fd(), selectors.EVENT_READ)
+            while (left_s := deadline - time.monotonic()) > 0:
+                if not selector.select(left_s):
+                    return
+                chunk = os.read(self._output_fd(), _CHUNK_BYTES)
+                if not chunk:
+                    break
+                self._take_output(chunk)
+        try:
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            # close() goes on with SIGKILL.
+            return
+
+    def _lost(self) -> WorkerLost:
+        """Collect a child that ended without a last event, and say how it ended."""
+        self._drain(_GRACE_S)
+        self.kill()
+        how = how_it_ended(self._process.wait())
+        if self._killed and self._cancelled:
+            how = "killed by the second interrupt"
+        return WorkerLost(self.pid, f"{how} while {self._stage}", self.tail)
+
+
+def _child_env(env: Mapping[str, str]) -> dict[str, str]:
+    """Make sure that the child finds this very splitctl, also when it runs from a source tree."""
+    child = dict(env)
+    root = Path(splitctl.__file__).resolve().parent.parent
+    if root not in {Path(folder).resolve() for folder in site.getsitepackages()}:
+        child["PYTHONPATH"] = os.pathsep.join(part for part in (str(root), child.get("PYTHONPATH", "")) if part)
+    return child

@@ -1,0 +1,82 @@
+"""Asks the probe: from the file of verdicts where it knows, else from a child that may die of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from splitctl.errors import DeadlineExceeded, WorkerLost
+from splitctl.facts import ModelFacts
+from splitctl.host.launch import Worker
+from splitctl.host.protocol import Failure, Fault, ProbeRequest, Result
+from splitctl.placement import Placement
+from splitctl.probing import ProbeKey, ProbeVerdict, Verdict, VerdictCache, verdict_of_death
+
+#: A try that says nothing for so long hangs [seconds]; a step of it is a load, or a few tokens.
+DEADLINE_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prober:
+    """Gives the verdict on a placement; what a session's check calls.
+
+    Attributes:
+        library: the library file that the session uses.
+        env: the environment of the children.
+        cache: the file of verdicts, or None to try every time.
+        device_names: the devices behind a placement that names none.
+        is_cancelled: asked while a child runs; a cancelled try gives INCONCLUSIVE.
+        deadline_s: longest silence of a child, seconds.
+    """
+
+    library: Path
+    env: Mapping[str, str] = field(repr=False)
+    cache: VerdictCache | None = None
+    device_names: Sequence[str] = ()
+    is_cancelled: Callable[[], bool] = lambda: False
+    deadline_s: float = DEADLINE_S
+
+    def __call__(self, model_path: Path, placement: Placement, facts: ModelFacts) -> ProbeVerdict:
+        """Give the verdict.
+
+        Args:
+            model_path: the GGUF.
+            placement: the placement to try.
+            facts: what the model's header says.
+
+        Returns:
+            The verdict, remembered or fresh.
+        """
+        key = ProbeKey.of(self.library, facts, placement, self.device_names)
+        known = self.cache.get(key) if self.cache is not None else None
+        if known is not None:
+            return known
+        fresh = self._try(model_path, placement)
+        if self.cache is not None:
+            try:
+                self.cache.put(key, fresh)
+            except OSError:
+                # A full or read-only cache folder costs another try next time, and is no reason to refuse a switch.
+                return fresh
+        return fresh
+
+    def _try(self, model_path: Path, placement: Placement) -> ProbeVerdict:
+        """Run the try in a child."""
+        with Worker(ProbeRequest(model_path, self.library, placement), env=self.env) as worker:
+            try:
+                for event in worker.events(deadline_s=self.deadline_s):
+                    if self.is_cancelled():
+                        return ProbeVerdict(Verdict.INCONCLUSIVE, "the try was cancelled")
+                    match event:
+                        case Result():
+                            return ProbeVerdict.from_json(event.body)
+                        case Failure(fault=Fault.CANCELLED | Fault.LIBRARY | Fault.CONFIG):
+                            return ProbeVerdict(Verdict.INCONCLUSIVE, event.message)
+                        case Failure():
+                            return ProbeVerdict(Verdict.FAILS, event.message)
+            except WorkerLost as error:
+                return verdict_of_death(error.how, worker.stage, error.log_tail)
+            except DeadlineExceeded as error:
+                return ProbeVerdict(Verdict.DIES, f"it hangs: {error}")
+        return ProbeVerdict(Verdict.INCONCLUSIVE, "the try ended without an answer")

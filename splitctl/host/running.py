@@ -1,0 +1,340 @@
+"""The work behind `run`: open, read the prompt, switch where the modes differ, generate, report."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import platformdirs
+
+from llama_native import Library, LoadCancelled
+from splitctl import chat
+from splitctl.errors import Cancelled, ConfigInvalid, ContextFull
+from splitctl.facts import ModelFacts, read_facts
+from splitctl.host.faults import failure_of
+from splitctl.host.probes import Prober
+from splitctl.host.protocol import Event, Partial, Piece, Progress, Result, RunRequest
+from splitctl.outcome import SwitchStatus
+from splitctl.placement import Placement
+from splitctl.probing import VerdictCache
+from splitctl.sequence import RANDOM_SEED, SamplerSpec
+from splitctl.session import Proof, Session
+from splitctl.switching.machine import Stage
+
+Emit = Callable[[Event], None]
+
+#: The file of verdicts, in the user's cache folder.
+VERDICTS_FILE = "probes.json"
+
+_PROGRESS_STEP = 0.01
+
+
+@dataclass(slots=True)
+class _Run:
+    """What is known of a run so far; what of it exists is reported even when the run fails.
+
+    Attributes:
+        placement: where the session serves.
+        facts: what the model's header says.
+        sampler: how tokens are drawn, its seed a number.
+        text: the answer so far, raw bytes without a stop text.
+        tokens: ids generated so far.
+        n_prompt: tokens of the prompt.
+        prompt_ms: time to read it, ms.
+        load_ms: time to open the session, ms.
+        generate_ms: time to generate, ms.
+        stopped: why the generation ended: eos, stop, length, context, or None while it has not.
+        switch: the outcome object, or None without a switch.
+    """
+
+    placement: Placement
+    facts: ModelFacts
+    sampler: SamplerSpec
+    text: bytearray = field(default_factory=bytearray)
+    tokens: list[int] = field(default_factory=list)
+    n_prompt: int = 0
+    prompt_ms: float | None = None
+    load_ms: float | None = None
+    generate_ms: float | None = None
+    stopped: str | None = None
+    switch: dict[str, Any] | None = None
+
+    def body(self) -> dict[str, Any]:
+        """Give the object that `run --json` prints."""
+        return {
+            "text": self.text.decode("utf-8", "replace"),
+            "tokens": list(self.tokens),
+            "stopped": self.stopped,
+            "switch": self.switch,
+            "timings": {
+                "load_ms": self.load_ms,
+                "prompt": {"n": self.n_prompt, "ms": self.prompt_ms, "tps": _rate(self.n_prompt, self.prompt_ms)},
+                "generate": {
+                    "n": len(self.tokens),
+                    "ms": self.generate_ms,
+                    "tps": _rate(len(self.tokens), self.generate_ms),
+                },
+                "switch_ms": self.switch["total_ms"] if self.switch is not None else None,
+            },
+            "placement": self.placement.to_json(),
+            "model": {
+                "path": str(self.facts.path),
+                "name": self.facts.name,
+                "architecture": self.facts.architecture,
+                "n_layer": self.facts.n_layer,
+                "n_ctx_train": self.facts.n_ctx_train,
+                "weight_bytes": self.facts.weight_bytes,
+            },
+            "sampler": dataclasses.asdict(self.sampler),
+            "seed": self.sampler.seed,
+        }
+
+
+def run(request: RunRequest, library: Library, env: Mapping[str, str], emit: Emit, cancel: threading.Event) -> Event:
+    """Do a run.
+
+    Args:
+        request: what to do.
+        library: the open library.
+        env: the environment for the probe's children.
+        emit: takes progress and pieces of the answer.
+        cancel: asks to stop.
+
+    Returns:
+        The result; or the failure, with what exists of the answer.
+
+    Raises:
+        SplitctlError: the model's file or the flags are at fault; nothing was loaded.
+    """
+    facts = read_facts(request.model)
+    _refuse_what_generates_nothing(facts)
+    sampler = request.sampler
+    if sampler.seed == RANDOM_SEED:
+        sampler = dataclasses.replace(sampler, seed=secrets.randbelow(RANDOM_SEED))
+    first = dataclasses.replace(request.placement, mode=request.prompt_mode or request.placement.mode)
+    state = _Run(first, facts, sampler)
+    prober = Prober(
+        library=library.path,
+        env=env,
+        cache=VerdictCache(Path(platformdirs.user_cache_dir("splitctl")) / VERDICTS_FILE),
+        device_names=tuple(device.name for device in library.devices(memory=False)),
+        is_cancelled=cancel.is_set,
+    )
+    try:
+        _work(request, library, prober, emit, cancel, state)
+    except (Cancelled, LoadCancelled) as error:
+        return dataclasses.replace(failure_of(error, model=request.model), body=state.body())
+    return Result(state.body())
+
+
+def _refuse_what_generates_nothing(facts: ModelFacts) -> None:
+    """Name models that have no next token."""
+    if facts.is_encoder_only or facts.is_diffusion:
+        kind = "an encoder" if facts.is_encoder_only else "a diffusion model"
+        raise ConfigInvalid("model", f"{facts.name} ({kind})", "a model that generates one token after another")
+
+
+def _work(
+    request: RunRequest, library: Library, prober: Prober, emit: Emit, cancel: threading.Event, state: _Run
+) -> None:
+    """Open, read, switch, generate; keep the books in `state`."""
+    emit(Progress("loading", 0.0))
+    started = perf_counter()
+    with Session.open(
+        request.model,
+        state.placement,
+        library=library,
+        prober=prober,
+        cancel=cancel,
+        progress=_Steps(emit, "loading").share,
+        force=request.force,
+    ) as session:
+        state.load_ms = _ms_since(started)
+        state.placement = session.placement
+        _read_prompt(session, request, emit, state)
+        emit(Partial(state.body()))
+        if session.placement.mode is not request.placement.mode:
+            _switch(session, request, emit, state)
+            if cancel.is_set():
+                what = "the switch"
+                raise Cancelled(what)
+        _generate(session, request, emit, cancel, state)
+
+
+class _Steps:
+    """Passes progress on, a step of a hundredth at a time: callbacks come thousands a second."""
+
+    def __init__(self, emit: Emit, stage: str) -> None:
+        """Begin at nothing."""
+        self._emit = emit
+        self._stage = stage
+        self._told = 0.0
+
+    def share(self, done: float) -> None:
+        """Take a share, 0 to 1."""
+        if done >= self._told + _PROGRESS_STEP or done >= 1.0 > self._told:
+            self._told = done
+            self._emit(Progress(self._stage, done))
+
+    def count(self, done: int, n: int) -> None:
+        """Take a count of so many."""
+        self.share(done / n if n else 1.0)
+
+
+def _read_prompt(session: Session, request: RunRequest, emit: Emit, state: _Run) -> None:
+    """Tokenize the prompt and read it into the session."""
+    tokens = _prompt_tokens(session, request)
+    state.n_prompt = len(tokens)
+    emit(Progress("prompt", 0.0, f"{len(tokens)} tokens in {session.placement.mode.value} mode"))
+    started = perf_counter()
+    session.prefill(tokens, progress=_Steps(emit, "prompt").count)
+    state.prompt_ms = _ms_since(started)
+
+
+def _prompt_tokens(session: Session, request: RunRequest) -> list[int]:
+    """Turn the prompt into tokens, through the model's chat template where that is asked for."""
+    model = session.model
+    if not model.has_tokenizer:
+        raise ConfigInvalid("model", session.facts.name, "a model with a tokenizer: this one reads numbers only")
+    if not request.chat:
+        return session.tokenize(request.prompt, add_special=True, parse_special=False)
+    bos = _token_text(session, model.token_bos)
+    text = chat.render(
+        model.chat_template(),
+        chat.messages_from(request.prompt),
+        bos_token=bos,
+        eos_token=_token_text(session, model.token_eos),
+    )
+    if model.add_bos:
+        # The template writes the first token, and the tokenizer would write it again.
+        text, _ = chat.without_bos(text, bos)
+    return session.tokenize(text, add_special=True, parse_special=True)
+
+
+def _token_text(session: Session, token: int) -> str:
+    """Give a special token's text; empty when the model has none."""
+    return session.model.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
+
+
+def _switch(session: Session, request: RunRequest, emit: Emit, state: _Run) -> None:
+    """Move the session to the placement that generates, and keep the outcome."""
+    target = dataclasses.replace(
+        request.placement,
+        n_ctx=session.placement.n_ctx,
+        flash_attn=session.placement.flash_attn,
+        n_threads=session.placement.n_threads,
+        n_threads_batch=session.placement.n_threads_batch,
+    )
+
+    def tell(stage: Stage, share: float) -> None:
+        emit(Progress(f"switch: {stage.value}", share))
+
+    outcome = session.switch(target, proof=Proof(request.proof), force=request.force, progress=tell)
+    state.switch = outcome.to_json()
+    if outcome.status is SwitchStatus.PARKED and session.parked_at is not None:
+        state.switch["parked_at"] = str(session.parked_at)
+    state.placement = session.placement
+
+
+def _generate(session: Session, request: RunRequest, emit: Emit, cancel: threading.Event, state: _Run) -> None:
+    """Generate until something ends it, passing on each piece that no stop text can still claim."""
+    emit(Progress("generating", None, f"in {session.placement.mode.value} mode"))
+    held = StopTexts(request.sampler.stop)
+    started = perf_counter()
+    try:
+        for token in session.generate(n=request.n_predict, sampler=state.sampler):
+            if token.is_end:
+                state.stopped = "eos"
+                break
+            state.tokens.append(token.id)
+            _pass_on(held.feed(token.piece), emit, state)
+            if held.hit:
+                state.stopped = "stop"
+                break
+            if cancel.is_set():
+                what = "the generation"
+                raise Cancelled(what)
+        else:
+            state.stopped = "length" if 0 <= request.n_predict <= len(state.tokens) else "context"
+    except ContextFull:
+        state.stopped = "context"
+    finally:
+        state.generate_ms = _ms_since(started)
+        if session.last_switch is not None and state.switch is not None:
+            # The trial decides only now: it confirms the switch, or falls back from it.
+            state.switch |= session.last_switch.to_json()
+            state.placement = session.placement
+    _pass_on(held.rest(), emit, state)
+
+
+def _pass_on(data: bytes, emit: Emit, state: _Run) -> None:
+    """Book a piece of the answer and send it."""
+    if data:
+        state.text += data
+        emit(Piece(data))
+
+
+class StopTexts:
+    """Finds stop texts in a stream of pieces, and holds back what may still become one."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        """Take the texts.
+
+        Args:
+            texts: none of them empty.
+        """
+        self._needles = [text.encode("utf-8") for text in texts]
+        self._held = b""
+        self.hit = False
+
+    def feed(self, piece: bytes) -> bytes:
+        """Take the next piece.
+
+        Args:
+            piece: bytes of the answer.
+
+        Returns:
+            What is certain to belong to the answer; after a hit, what comes before the stop text.
+        """
+        if not self._needles:
+            return piece
+        self._held += piece
+        ends = [at for needle in self._needles if (at := self._held.find(needle)) >= 0]
+        if ends:
+            self.hit = True
+            out, self._held = self._held[: min(ends)], b""
+            return out
+        keep = max(self._overlap(needle) for needle in self._needles)
+        at = len(self._held) - keep
+        out, self._held = self._held[:at], self._held[at:]
+        return out
+
+    def rest(self) -> bytes:
+        """Give what was held back, at the end of the stream.
+
+        Returns:
+            The bytes; empty after a hit.
+        """
+        out, self._held = self._held, b""
+        return out
+
+    def _overlap(self, needle: bytes) -> int:
+        """Count the bytes at the end of what is held that begin a stop text."""
+        most = min(len(needle) - 1, len(self._held))
+        return next((n for n in range(most, 0, -1) if self._held.endswith(needle[:n])), 0)
+
+
+def _ms_since(started: float) -> float:
+    """Measure from a moment, ms."""
+    return (perf_counter() - started) * 1e3
+
+
+def _rate(n: int, ms: float | None) -> float | None:
+    """Give tokens per second."""
+    return n / ms * 1e3 if ms else None

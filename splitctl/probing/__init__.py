@@ -1,0 +1,16 @@
+"""Tries a placement in a child process before a session is put into it, and remembers what came of it."""
+
+from __future__ import annotations
+
+from splitctl.probing.probe import try_placement
+from splitctl.probing.verdicts import ProbeKey, ProbeVerdict, Verdict, VerdictCache, build_id, verdict_of_death
+
+__all__ = [
+    "ProbeKey",
+    "ProbeVerdict",
+    "Verdict",
+    "VerdictCache",
+    "build_id",
+    "try_placement",
+    "verdict_of_death",
+]

@@ -1,0 +1,342 @@
+"""The try itself: one model in layer mode and in the placement asked for, compared. Runs in a child, which may die.
+
+What is tried is what is known to go wrong in some build for some architecture: batches of exactly one token and of
+several, after a prompt and after a restore; logits that are silently wrong; a state that does not come back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llama_native import CallFailed, Context, Library, LoadCancelled, Model, state_get, state_set, state_size
+from splitctl.engine import context_params, model_params, resolve_threads
+from splitctl.last_words import is_shortage, telling_line
+from splitctl.placement import Placement, SplitMode
+from splitctl.probing.verdicts import ProbeVerdict, Verdict
+
+#: A try needs no more context than this [tokens].
+MAX_CTX = 512
+
+_TEXT = "The quick brown fox jumps over the lazy dog, and 7 wizards count to 1234 while it rains in Paris."
+_N_PROMPT = 24
+_N_SINGLE = 3
+_N_SEVERAL = 5
+_MAX_SEQUENCES = 4
+
+#: Logits of a right placement differ by float order. Worst batch measured in right ones: NMSE 2.4e-3 (SmolLM2 Q4_1); in
+#: wrong ones (ALiBi over two devices): 2e-2 to 0.8, and 2e-3 where the bias is weak, which only a rule can find.
+_NMSE_LIMIT = 0.02
+_NMSE_LIMIT_QUANTIZED = 0.1
+_UNQUANTIZED = {"f32", "f16", "bf16"}
+
+#: Larger values are masks, not logits.
+_MASK = 1e30
+
+Logits = NDArray[np.float32]
+
+
+class ProbeCancelled(Exception):
+    """The try was asked to stop."""
+
+
+class _Wrong(Exception):
+    """The placement computes, and what it computes is not right."""
+
+    def __init__(self, why: str, numbers: dict[str, float] | None = None) -> None:
+        """Build from the finding.
+
+        Args:
+            why: what is wrong.
+            numbers: what was measured.
+        """
+        self.why = why
+        self.numbers = numbers or {}
+        super().__init__(why, self.numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One batch: which tokens of which sequences at which positions; every one gives logits."""
+
+    tokens: tuple[int, ...]
+    positions: tuple[int, ...]
+    seq_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Script:
+    """What is decoded: prompts, one-token batches and a batch of several; and the same kinds again after a restore."""
+
+    encoder: _Step | None
+    before: tuple[_Step, ...]
+    after: tuple[_Step, ...]
+
+
+def try_placement(
+    library: Library,
+    model_path: str,
+    placement: Placement,
+    *,
+    on_stage: Callable[[str], None] = lambda _: None,
+    is_cancelled: Callable[[], bool] = lambda: False,
+) -> ProbeVerdict:
+    """Try a placement and compare it with layer mode.
+
+    Args:
+        library: the open library.
+        model_path: the GGUF.
+        placement: the placement to try; its context is made smaller, the rest is as given.
+        on_stage: told what is being done, so that a death can be placed.
+        is_cancelled: asked between the steps.
+
+    Returns:
+        OK, WRONG, FAILS or INCONCLUSIVE; DIES is for the parent to say.
+
+    Raises:
+        ProbeCancelled: `is_cancelled` said so.
+    """
+
+    def stage(name: str) -> None:
+        if is_cancelled():
+            raise ProbeCancelled
+        on_stage(name)
+
+    def loading(_: float) -> bool:
+        return not is_cancelled()
+
+    target = _shrunk(placement)
+    reference = dataclasses.replace(target, mode=SplitMode.LAYER, tensor_split=None)
+    try:
+        stage("reference")
+        with Model.load(library, model_path, model_params(reference), progress=loading) as model:
+            embeddings, wanted = _reference(model, reference)
+        stage("target: loading")
+        with Model.load(library, model_path, model_params(target), progress=loading) as model:
+            script = _script(model, target)
+            got, state = _first_run(model, target, script, embeddings=embeddings, stage=stage)
+            numbers = _compare(wanted, got, target)
+            if state is not None:
+                numbers["state_bytes"] = float(len(state))
+                _restored_runs(model, target, script, state, embeddings=embeddings, stage=stage)
+    except LoadCancelled as error:
+        raise ProbeCancelled from error
+    except _Wrong as error:
+        return ProbeVerdict(Verdict.WRONG, error.why, error.numbers)
+    except CallFailed as error:
+        said = telling_line(error.log_tail)
+        why = f"{error.function} failed{f': {said}' if said else ''}"
+        if is_shortage(error.log_tail):
+            return ProbeVerdict(Verdict.INCONCLUSIVE, f"not enough memory for the try ({why})")
+        return ProbeVerdict(Verdict.FAILS, why)
+    return ProbeVerdict(Verdict.OK, numbers=numbers)
+
+
+def _shrunk(placement: Placement) -> Placement:
+    """Make the context as small as the try allows, and keep what decides: modes, devices, types, streams."""
+    n_seq = min(placement.n_seq_max, _MAX_SEQUENCES)
+    n_ctx = min(placement.n_ctx or MAX_CTX, MAX_CTX)
+    return resolve_threads(
+        dataclasses.replace(
+            placement,
+            n_ctx=max(n_ctx, 2 * n_seq * (_N_PROMPT + 2 * (_N_SINGLE + _N_SEVERAL))),
+            n_seq_max=n_seq,
+            n_batch=min(placement.n_batch, MAX_CTX),
+            n_ubatch=min(placement.n_ubatch, MAX_CTX),
+        )
+    )
+
+
+def _tokens(model: Model) -> list[int]:
+    """Make a prompt: words where the model has some, else numbers inside its vocabulary."""
+    if model.has_tokenizer:
+        tokens = model.tokenize(_TEXT)
+        if len(tokens) >= _N_PROMPT:
+            return tokens[:_N_PROMPT]
+    return [(7919 * index + 13) % model.n_vocab for index in range(_N_PROMPT)]
+
+
+def _script(model: Model, placement: Placement) -> _Script:
+    """Lay out the batches for a model and a number of sequences."""
+    prompt = _tokens(model)
+    encoder = None
+    if model.has_encoder:
+        encoder = _Step(tuple(prompt), tuple(range(len(prompt))), (0,) * len(prompt))
+        start = model.decoder_start_token
+        prompt = [start if start >= 0 else max(model.token_bos, 0), *prompt[:_N_SEVERAL]]
+    sequences = range(min(2, placement.n_seq_max))
+    most = min(placement.n_batch, placement.n_ubatch)
+    before: list[_Step] = []
+    for seq_id in sequences:
+        # Another order of the words for each sequence: mixed-up sequences must not agree by chance.
+        words = prompt[seq_id:] + prompt[:seq_id]
+        for at in range(0, len(words), most):
+            part = tuple(words[at : at + most])
+            before.append(_Step(part, tuple(range(at, at + len(part))), (seq_id,) * len(part)))
+    n_several = max(1, min(_N_SEVERAL, most // len(sequences)))
+    n_round = _N_SINGLE + n_several
+    before.extend(_follow(prompt, len(prompt), sequences, n_several))
+    after = tuple(_follow(prompt, len(prompt) + n_round, sequences, n_several))
+    return _Script(encoder, tuple(before), after)
+
+
+def _follow(prompt: Sequence[int], start: int, sequences: Sequence[int], n_several: int) -> Iterator[_Step]:
+    """Go on from position `start`: batches of one token, then one batch of several of every sequence."""
+    for at in range(start, start + _N_SINGLE):
+        token = prompt[at % len(prompt)]
+        yield _Step((token,), (at,), (0,))
+        if len(sequences) > 1:
+            yield _Step((token,), (at,), (1,))
+    several = range(start + _N_SINGLE, start + _N_SINGLE + n_several)
+    pairs = [(at, seq_id) for seq_id in sequences for at in several]
+    yield _Step(
+        tuple(prompt[(2 * at) % len(prompt)] for at, _ in pairs),
+        tuple(at for at, _ in pairs),
+        tuple(seq_id for _, seq_id in pairs),
+    )
+
+
+def _open(model: Model, placement: Placement, *, embeddings: bool) -> Context:
+    """Open a context for a try."""
+    return Context(model, context_params(placement, embeddings=embeddings))
+
+
+def _run(context: Context, steps: Sequence[_Step], *, embeddings: bool) -> list[Logits]:
+    """Decode batches, and copy the logits (or embeddings) of every token."""
+    rows: list[Logits] = []
+    for step in steps:
+        context.decode(step.tokens, step.positions, step.seq_ids, [True] * len(step.tokens))
+        rows.append(_rows(context, step, embeddings=embeddings))
+    return rows
+
+
+def _rows(context: Context, step: _Step, *, embeddings: bool) -> Logits:
+    """Copy what the last batch computed: float32[n_tokens, n_vocab or n_embd]."""
+    read = context.embeddings if embeddings else context.logits
+    raw = [read(index) for index in range(len(step.tokens))]
+    return np.stack([np.frombuffer(one, np.float32) for one in raw])
+
+
+def _encode(context: Context, script: _Script, *, embeddings: bool) -> list[Logits]:
+    """Run the encoder where there is one; an encoder alone also answers."""
+    if script.encoder is None:
+        return []
+    step = script.encoder
+    context.encode(step.tokens, step.positions, step.seq_ids, [True] * len(step.tokens))
+    return [_rows(context, step, embeddings=True)] if embeddings and not context.model.has_decoder else []
+
+
+def _reference(model: Model, placement: Placement) -> tuple[bool, list[Logits]]:
+    """Run layer mode, and find out whether this model answers in logits or in embeddings."""
+    script = _script(model, placement)
+    with _open(model, placement, embeddings=False) as context:
+        # What keeps nothing between decodes and is no diffusion model is an encoder: it has no logits to read.
+        answers = (False, True) if context.has_memory or model.is_diffusion else (True,)
+    for embeddings in answers:
+        try:
+            rows, _ = _first_run(model, placement, script, embeddings=embeddings, stage=None)
+        except CallFailed as error:
+            if embeddings or error.function != "llama_get_logits_ith":
+                raise
+            continue
+        if rows and all(np.any(row) for row in rows):
+            return embeddings, rows
+    text = "layer mode gives nothing but zeros for this model; there is nothing to compare with"
+    raise _Wrong(text)
+
+
+def _first_run(
+    model: Model, placement: Placement, script: _Script, *, embeddings: bool, stage: Callable[[str], None] | None
+) -> tuple[list[Logits], bytearray | None]:
+    """Decode the first half of the script in a fresh context; with a stage to tell, also take its state."""
+    tell = stage or (lambda _: None)
+    tell("target: context")
+    with _open(model, placement, embeddings=embeddings) as context:
+        tell("target: first batches")
+        rows = _encode(context, script, embeddings=embeddings)
+        if model.has_decoder:
+            steps = script.before if context.has_memory else _alone(script)
+            rows += _run(context, steps, embeddings=embeddings)
+        if stage is None or not context.has_memory:
+            return rows, None
+        tell("target: state out")
+        return rows, _state(context)
+
+
+def _alone(script: _Script) -> tuple[_Step, ...]:
+    """Keep the batches that a model without memory can take: those that begin at position 0."""
+    whole = tuple(step for step in script.before if step.positions[0] == 0)
+    first = whole[0]
+    return (*whole, _Step(first.tokens[:1], first.positions[:1], first.seq_ids[:1]))
+
+
+def _state(context: Context) -> bytearray:
+    """Copy the state out."""
+    buffer = bytearray(state_size(context))
+    n = state_get(context, buffer)
+    if n != len(buffer):
+        raise _Wrong(f"the library announced {len(buffer)} bytes of state and wrote {n}")
+    return buffer
+
+
+def _restored_runs(
+    model: Model,
+    placement: Placement,
+    script: _Script,
+    state: bytearray,
+    *,
+    embeddings: bool,
+    stage: Callable[[str], None],
+) -> None:
+    """Give the state to two fresh contexts, go on in both, and demand equal bytes."""
+    answers: list[list[Logits]] = []
+    for number in ("first", "second"):
+        stage(f"target: {number} restore")
+        with _open(model, placement, embeddings=embeddings) as context:
+            _encode(context, script, embeddings=embeddings)
+            if state_set(context, state) != len(state):
+                raise _Wrong("the library did not read its own state to the end")
+            if _state(context) != state:
+                raise _Wrong("the state reads back changed after a restore")
+            stage(f"target: batches after the {number} restore")
+            answers.append(_run(context, script.after, embeddings=embeddings))
+    for first, second in zip(*answers, strict=True):
+        if not np.isfinite(first).all():
+            raise _Wrong("logits after a restore are not finite")
+        if not np.any(first):
+            raise _Wrong("logits after a restore are all zero")
+        if first.tobytes() != second.tobytes():
+            raise _Wrong("two contexts that were given the same state go on differently")
+
+
+def _compare(wanted: Sequence[Logits], got: Sequence[Logits], placement: Placement) -> dict[str, float]:
+    """Compare the two modes' answers batch by batch."""
+    worst, agreed, n_rows = 0.0, 0, 0
+    for mine, theirs in zip(got, wanted, strict=True):
+        if not np.isfinite(mine).all() and np.isfinite(theirs).all():
+            raise _Wrong("its logits are not finite")
+        if not np.any(mine):
+            raise _Wrong("its logits are all zero")
+        worst = max(worst, _nmse(mine, theirs))
+        agreed += int((mine.argmax(axis=1) == theirs.argmax(axis=1)).sum())
+        n_rows += len(mine)
+    numbers = {"nmse": worst, "top1_agreement": agreed / n_rows, "rows": float(n_rows)}
+    plain = {placement.type_k, placement.type_v} <= _UNQUANTIZED
+    limit = _NMSE_LIMIT if plain else _NMSE_LIMIT_QUANTIZED
+    if worst > limit:
+        top = f"{agreed} of {n_rows} top tokens equal"
+        text = f"its logits differ from layer mode's: NMSE {worst:.3g} (limit {limit:g}), {top}"
+        raise _Wrong(text, numbers)
+    return numbers
+
+
+def _nmse(mine: Logits, theirs: Logits) -> float:
+    """Mean squared difference over mean square, in double precision; masked entries do not count."""
+    real = (np.abs(mine) < _MASK) & (np.abs(theirs) < _MASK)
+    a, b = mine[real].astype(np.float64), theirs[real].astype(np.float64)
+    power = float(np.square(b).sum())
+    return float(np.square(a - b).sum()) / power if power > 0.0 else float("inf")

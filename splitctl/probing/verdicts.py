@@ -1,0 +1,299 @@
+"""What a probe found, and the file that remembers it.
+
+Laws:
+    1. A verdict belongs to everything that could change it (`ProbeKey`): another build or head count asks again.
+    2. What came of a shortage is not remembered: the next try may have the memory.
+    3. The file is written whole to a temporary file and renamed; a damaged file counts as empty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from splitctl.facts import ModelFacts
+from splitctl.last_words import is_shortage, telling_line
+from splitctl.placement import Placement
+
+_FORMAT = 1
+_MAX_FILE_BYTES = 16 * 1024 * 1024
+_MAX_ENTRIES = 2000
+
+_SIGKILL = 9
+
+
+class Verdict(enum.Enum):
+    """What a try came to."""
+
+    OK = "ok"
+    WRONG = "wrong"
+    DIES = "dies"
+    FAILS = "fails"
+    INCONCLUSIVE = "inconclusive"
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeVerdict:
+    """What a try came to, why, and its numbers.
+
+    Attributes:
+        verdict: the kind.
+        why: one phrase; empty for OK.
+        numbers: what was measured, by name.
+        remembered: whether it comes from the file and not from a try just now.
+    """
+
+    verdict: Verdict
+    why: str = ""
+    numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    remembered: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Give the verdict as plain values.
+
+        Returns:
+            Keys verdict, why, numbers.
+        """
+        return {"verdict": self.verdict.value, "why": self.why, "numbers": dict(self.numbers)}
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any], *, remembered: bool = False) -> ProbeVerdict:
+        """Read back what `to_json` gave.
+
+        Args:
+            plain: its keys and values.
+            remembered: whether it was read from the file.
+
+        Returns:
+            The verdict.
+
+        Raises:
+            ValueError: it is none.
+        """
+        try:
+            numbers = {str(name): float(value) for name, value in plain["numbers"].items()}
+            return cls(Verdict(plain["verdict"]), str(plain["why"]), numbers, remembered)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"no verdict: {error}") from error
+
+
+def shape_of(facts: ModelFacts) -> str:
+    """Name what a model's header says that can change a verdict.
+
+    Args:
+        facts: the header's facts.
+
+    Returns:
+        The architecture and a hash of its sizes, heads, norms and memories; equal for models of one shape.
+    """
+    sizes = (
+        facts.n_layer, facts.n_embd, facts.n_head, facts.n_head_kv, facts.n_embd_head_k, facts.n_embd_head_v,
+        facts.n_swa, facts.n_expert, facts.max_alibi_bias, facts.has_k_norm, facts.is_mla, facts.n_embd_indexer,
+        facts.recurrence,
+    )  # fmt: skip
+    return f"{facts.architecture}-{hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]}"
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeKey:
+    """Everything that a verdict depends on.
+
+    Attributes:
+        build: which library, to the byte.
+        shape: what the model's header says about its architecture, heads and norms.
+        mode: the split mode tried.
+        devices: names of the devices, in order.
+        tensor_split: shares of the devices, or None.
+        cache_types: types of keys and values.
+        offload_kqv: whether the cache is on the devices.
+        flash_attn: flash attention.
+        many_sequences: whether the context holds more than one sequence.
+        kv_unified: whether they share one stream.
+    """
+
+    build: str
+    shape: str
+    mode: str
+    devices: tuple[str, ...]
+    tensor_split: tuple[float, ...] | None
+    cache_types: tuple[str, str]
+    offload_kqv: bool
+    flash_attn: str
+    many_sequences: bool
+    kv_unified: bool
+
+    @classmethod
+    def of(cls, library: Path, facts: ModelFacts, placement: Placement, device_names: Sequence[str]) -> Self:
+        """Collect what a verdict depends on.
+
+        Args:
+            library: the library file.
+            facts: what the model's header says.
+            placement: the placement to try.
+            device_names: the devices that stand behind a placement that names none.
+
+        Returns:
+            The key.
+        """
+        plain = placement.normalise()
+        return cls(
+            build=build_id(library),
+            shape=shape_of(facts),
+            mode=plain.mode.value,
+            devices=plain.devices or tuple(device_names),
+            tensor_split=plain.tensor_split,
+            cache_types=(plain.type_k, plain.type_v),
+            offload_kqv=plain.offload_kqv,
+            flash_attn=plain.flash_attn.value,
+            many_sequences=plain.n_seq_max > 1,
+            kv_unified=plain.kv_unified,
+        )
+
+    def text(self) -> str:
+        """Give the key as text.
+
+        Returns:
+            A JSON array; equal keys have equal texts.
+        """
+        return json.dumps([getattr(self, field.name) for field in dataclasses.fields(self)])
+
+
+def build_id(library: Path) -> str:
+    """Name a build by its files: the library and the ggml files beside it.
+
+    Args:
+        library: the library file.
+
+    Returns:
+        A hash that changes when a file is replaced; the files' bytes are not read.
+    """
+    folder = library.resolve().parent
+    files = {library.resolve(), *folder.glob("libggml*.so*"), *folder.glob("libllama*.so*")}
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        try:
+            facts = file.stat()
+        except OSError:
+            # A dangling link beside the library says nothing about the build.
+            continue
+        digest.update(f"{file.name}\0{facts.st_size}\0{facts.st_mtime_ns}\0".encode())
+    return digest.hexdigest()[:24]
+
+
+def verdict_of_death(how: str, stage: str, log_tail: Sequence[str]) -> ProbeVerdict:
+    """Judge the end of a child that died while it tried.
+
+    Args:
+        how: how it ended, in words.
+        stage: what it was doing: `reference` while layer mode was tried, else `target` and a step.
+        log_tail: its last lines.
+
+    Returns:
+        DIES, or INCONCLUSIVE when memory was short, it was killed, or layer mode itself died.
+    """
+    said = telling_line(log_tail)
+    why = f"{how}: {said}" if said else how
+    if is_shortage(log_tail):
+        return ProbeVerdict(Verdict.INCONCLUSIVE, f"not enough memory for the try ({why})")
+    if f"signal {_SIGKILL} " in how:
+        return ProbeVerdict(Verdict.INCONCLUSIVE, f"the try was killed, perhaps for memory ({why})")
+    if stage.startswith("reference"):
+        return ProbeVerdict(Verdict.INCONCLUSIVE, f"layer mode itself cannot be tried ({why})")
+    return ProbeVerdict(Verdict.DIES, why)
+
+
+class VerdictCache:
+    """The file of verdicts, shared by processes.
+
+    Thread:
+        Safe; a lock file keeps processes apart.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Name the file; nothing is read or made yet.
+
+        Args:
+            path: the file; its folder is made when the first verdict is kept.
+        """
+        self._path = path
+
+    def get(self, key: ProbeKey) -> ProbeVerdict | None:
+        """Look a verdict up.
+
+        Args:
+            key: what it depends on.
+
+        Returns:
+            The verdict, or None when it is not known or the file cannot be read.
+        """
+        plain = self._read().get(key.text())
+        if not isinstance(plain, dict):
+            return None
+        try:
+            return ProbeVerdict.from_json(plain, remembered=True)
+        except ValueError:
+            return None
+
+    def put(self, key: ProbeKey, verdict: ProbeVerdict) -> None:
+        """Keep a verdict, unless it came of a shortage.
+
+        Args:
+            key: what it depends on.
+            verdict: what was found.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        if verdict.verdict is Verdict.INCONCLUSIVE:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._locked():
+            entries = self._read()
+            entries.pop(key.text(), None)
+            entries[key.text()] = verdict.to_json()
+            # The oldest go first; they belong to builds long replaced.
+            for old in list(entries)[: max(0, len(entries) - _MAX_ENTRIES)]:
+                del entries[old]
+            self._write(entries)
+
+    def _read(self) -> dict[str, Any]:
+        """Read every entry; a missing or damaged file has none."""
+        try:
+            with self._path.open("rb") as file:
+                raw = file.read(_MAX_FILE_BYTES + 1)
+            plain = json.loads(raw) if len(raw) <= _MAX_FILE_BYTES else None
+        except (OSError, ValueError, RecursionError):
+            return {}
+        if not isinstance(plain, dict) or plain.get("format") != _FORMAT or not isinstance(plain.get("verdicts"), dict):
+            return {}
+        return dict(plain["verdicts"])
+
+    def _write(self, entries: Mapping[str, Any]) -> None:
+        """Replace the file in one step."""
+        handle, name = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump({"format": _FORMAT, "verdicts": entries}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(name).replace(self._path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keep other processes out while the file is read and replaced."""
+        with self._path.with_suffix(".lock").open("a", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
