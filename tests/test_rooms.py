@@ -59,7 +59,7 @@ _BROKEN: list[tuple[str, dict[str, str], str]] = [
         {"splitctl.a": "from splitctl import b", "splitctl.b": "def f():\n    import splitctl.a", "splitctl": ""},
         "splitctl.a -> splitctl.b -> splitctl.a",
     ),
-    ("leaves_are_used_where_said", {"splitctl.session": "import statecodec"}, "effects, carry, facts"),
+    ("leaves_are_used_where_said", {"splitctl.session": "import statecodec"}, "effects, sealing"),
     ("leaves_are_used_where_said", {"splitctl.cli.devices": "import llama_native"}, "without a library"),
     (
         "leaves_are_used_where_said",
