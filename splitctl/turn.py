@@ -27,6 +27,7 @@ class Turn:
         self._owner: int | None = None
         self._what = ""
         self._switch = ""
+        self._announcer: int | None = None
         self._pid = os.getpid()
 
     @contextmanager
@@ -64,12 +65,12 @@ class Turn:
             self._refuse_reentry()
             if self._switch:
                 raise Busy(self._switch)
-            self._switch = what
+            self._switch, self._announcer = what, threading.get_ident()
         try:
             yield
         finally:
             with self._changed:
-                self._switch = ""
+                self._switch, self._announcer = "", None
                 if self._owner == threading.get_ident():
                     self._owner = None
                 self._changed.notify_all()
@@ -106,8 +107,9 @@ class Turn:
             self._changed.notify_all()
 
     def _refuse_reentry(self) -> None:
-        if self._owner == threading.get_ident():
-            raise Busy(self._what)
+        # A switch that still waits for its turn calls back too: its own thread would wait for itself.
+        if threading.get_ident() in {self._owner, self._announcer}:
+            raise Busy(self._switch or self._what)
 
     def _own_process(self) -> None:
         if os.getpid() != self._pid:
