@@ -61,7 +61,7 @@ def child_layout(path: str) -> str:
         return f"refused {error}"
 
 
-# -- B1: a field inserted in the middle of the context params ------------------------------------------------------------
+# -- B1: a field inserted in the middle of the context params ----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def _sanitizer() -> str:
 
 
 def test_b1_looking_is_free_of_memory_errors() -> None:
-    """Under AddressSanitizer a library that writes more than expected into the struct is refused, and nothing is overrun."""
+    """Under AddressSanitizer a library that writes more than expected is refused, and nothing is overrun."""
     runtime = _sanitizer()
     if not runtime:
         pytest.skip("the C compiler has no AddressSanitizer runtime (libasan)")
@@ -107,7 +107,7 @@ def test_b1_looking_is_free_of_memory_errors() -> None:
     assert "AddressSanitizer" not in ended.stderr
 
 
-# -- B3: a struct 16 bytes short, a garbage callback pointer -------------------------------------------------------------
+# -- B3: a struct 16 bytes short, a garbage callback pointer -----------------------------------------------------------
 
 
 def test_b3_a_short_struct_is_refused() -> None:
@@ -126,7 +126,7 @@ def test_b3_a_callback_that_is_not_null_by_default_is_refused() -> None:
     assert "0x7f00deadbeef" in answer
 
 
-# -- B5: a removed symbol ------------------------------------------------------------------------------------------------
+# -- B5: a removed symbol ----------------------------------------------------------------------------------------------
 
 
 def child_old_memory(path: str, model_path: str) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def child_imported() -> list[str]:
     return sorted({line.split()[-1] for line in maps.splitlines() if "libllama" in line})
 
 
-# -- B7: the log callback is collected, or called at shutdown ------------------------------------------------------------
+# -- B7: the log callback is collected, or called at shutdown ----------------------------------------------------------
 
 N_THREADS = 4
 N_MESSAGES = 10_000
@@ -199,7 +199,7 @@ def child_exits_while_logging(path: str, model_path: str) -> None:
 
 
 def test_b7_the_interpreter_ends_while_threads_still_log(model: Path, tmp_path: Path) -> None:
-    """With threads of the library logging for ever the process ends with 0: a C function has taken the callback's place."""
+    """With threads of the library logging for ever the process ends with 0: a C function stands in at the end."""
     calls = tmp_path / "calls"
     ended = run_child(child_exits_while_logging, build(), model, STUB_CALLS=str(calls))
     assert ended.returncode == 0, ended.stderr
@@ -216,7 +216,7 @@ def test_b7_the_callback_is_set_before_the_backends_start() -> None:
     assert run_child(child_log_order, build()).value() == ["llama_log_set", "llama_backend_init"]
 
 
-# -- B9: two libraries in one process ------------------------------------------------------------------------------------
+# -- B9: two libraries in one process ----------------------------------------------------------------------------------
 
 
 def child_second(path: str, twin: str) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def child_second(path: str, twin: str) -> dict[str, Any]:
 
 
 def test_b9_a_second_library_is_refused_and_answers_are_our_own() -> None:
-    """A second libllama is refused by name; with a stranger's copy in the global scope ours still answers for itself."""
+    """A second libllama is refused by name; beside a stranger's copy in the global scope ours answers for itself."""
     path, twin = build(), build(Variant.TWIN)
     seen = run_child(child_second, path, twin).value()
     assert (seen["id"], seen["other"], seen["version"]) == ("1", "2", "0.0.1-stub")
@@ -280,7 +280,7 @@ def test_b9_a_ggml_from_another_folder_is_noticed(tmp_path: Path) -> None:
     assert str(made[1]) in answer
 
 
-# -- B10: a fork with the same names and other structs -------------------------------------------------------------------
+# -- B10: a fork with the same names and other structs -----------------------------------------------------------------
 
 
 def test_b10_a_fork_is_recognised() -> None:
@@ -292,7 +292,7 @@ def test_b10_a_fork_is_recognised() -> None:
     assert "xllamacpp" in answer
 
 
-# -- B11: pointer or value in a prototype --------------------------------------------------------------------------------
+# -- B11: pointer or value in a prototype ------------------------------------------------------------------------------
 
 _CDEFS = Path(__file__).parents[2] / "llama_native" / "cdefs"
 
@@ -310,7 +310,7 @@ def test_b11_bound_prototypes_match_the_installed_headers(cache_dir: Path) -> No
     assert len(set(prototypes(bound)) & set(prototypes(header))) > 80
 
 
-# -- B13: a fork after the library was opened ----------------------------------------------------------------------------
+# -- B13: a fork after the library was opened --------------------------------------------------------------------------
 
 
 def child_forks(path: str, model_path: str) -> dict[str, Any]:
@@ -348,7 +348,7 @@ def test_b13_a_forked_child_is_refused_and_frees_nothing(model: Path) -> None:
     assert set(seen["live"].values()) == {0}
 
 
-# -- B14: abort cannot be caught -----------------------------------------------------------------------------------------
+# -- B14: abort cannot be caught ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("call", ["load", "get_data", "decode"])
@@ -366,7 +366,7 @@ def test_b14_an_abort_of_the_library_is_an_error_with_its_words(model: Path, cal
         os.waitpid(pid, os.WNOHANG)
 
 
-# -- B15: the library's calls release the interpreter's lock -------------------------------------------------------------
+# -- B15: the library's calls release the interpreter's lock -----------------------------------------------------------
 
 
 def child_two_threads(path: str, model_path: str) -> dict[str, Any]:
