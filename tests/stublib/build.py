@@ -31,7 +31,8 @@ _FLAGS = (
 class Variant(Enum):
     """Flags of one build of the stub; the epochs are those of xllamacpp's releases of 2026."""
 
-    STOCK = ()
+    # Some Pythons of 3.11 take an empty tuple for no value at all, so the default is spelt out.
+    STOCK = ('-DSTUB_ID="1"',)
     NATIVE_SPLIT = ("-DSTUB_NATIVE_SPLIT",)
     EPOCH_2606 = ("-DSTUB_EPOCH=2606",)
     EPOCH_2608 = ("-DSTUB_EPOCH=2608",)
