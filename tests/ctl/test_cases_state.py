@@ -1,26 +1,22 @@
-"""Real reports about state, splitting and reloading (rows S, P and R), each with the right answer; on the stub library.
+"""Real reports about state (rows S), each with the right answer; on the stub library.
 
 The rows that need a real model or a real build are in `test_cases_real.py`.
 """
 
 from __future__ import annotations
 
-import gc
 import inspect
 import os
-import threading
-import warnings
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from llama_native import CallFailed, Context, ContextParams, Library, Model, ModelParams, SplitMode
-from splitctl.errors import Busy, CarryDamaged, CarryMismatch, Refused
+from llama_native import CallFailed, Library
+from splitctl.errors import CarryDamaged, CarryMismatch, Refused
 from splitctl.host.probes import Prober
-from splitctl.placement import Placement
-from splitctl.session import Proof, Session
+from splitctl.session import Session
 from tests.ctl import scenes
 from tests.ctl.scenes import N_TOKENS, Scene
 from tests.stublib import Stub, Variant, build, needs_compiler, run_child, write_model
@@ -55,7 +51,7 @@ def decodes(stub: Stub) -> list[tuple[int, int]]:
     ]
 
 
-# -- S1: a restored session replays the last token at the wrong position -------------------------------------------------
+# -- S1: a restored session replays the last token at the wrong position -----------------------------------------------
 
 
 def child_s1(path: str, model: str, folder: str) -> dict[str, Any]:
@@ -88,7 +84,7 @@ def test_s1_a_restored_session_goes_on_at_the_right_position(model: Path, tmp_pa
     assert seen[str(N_TOKENS)] == {"rows_behind": 1, "next": [0, 1], "last": 0, "same": True}
 
 
-# -- S8: restore says success and nothing is reused ----------------------------------------------------------------------
+# -- S8: restore says success and nothing is reused --------------------------------------------------------------------
 
 
 def child_s8(path: str, model: str) -> dict[str, Any]:
@@ -109,7 +105,7 @@ def child_s8(path: str, model: str) -> dict[str, Any]:
 
 
 def test_s8_a_switch_reads_nothing_again(model: Path) -> None:
-    """After a switch exactly one token is decoded for the next one, at its place; a rewind that must re-read does so."""
+    """After a switch exactly one token is decoded for the next one; a rewind that must read again does so."""
     seen = run_child(child_s8, build(), model).value()
     n = seen["n"]
     assert seen["at_switch"] == []
@@ -119,7 +115,7 @@ def test_s8_a_switch_reads_nothing_again(model: Path) -> None:
     assert seen["held"] == [0, n - 3]
 
 
-# -- S18: a context without a memory -------------------------------------------------------------------------------------
+# -- S18: a context without a memory -----------------------------------------------------------------------------------
 
 
 def child_s18(path: str, model: str) -> dict[str, Any]:
@@ -142,7 +138,7 @@ def test_s18_nothing_to_carry_is_no_crash(model: Path) -> None:
     assert set(seen["live"].values()) == {0}
 
 
-# -- S19 and B14: a library that aborts while its state is read ----------------------------------------------------------
+# -- S19 and B14: a library that aborts while its state is read --------------------------------------------------------
 
 
 def child_s19(path: str, model: str, env: dict[str, str]) -> dict[str, Any]:
@@ -178,7 +174,7 @@ def test_s19_a_mode_that_aborts_is_refused_before_it_is_entered(model: Path, cal
     assert seen["children"] == 0
 
 
-# -- S22: on-device copies die with the context --------------------------------------------------------------------------
+# -- S22: on-device copies die with the context ------------------------------------------------------------------------
 
 
 def test_s22_there_is_no_on_device_switch(model: Path) -> None:
@@ -188,13 +184,15 @@ def test_s22_there_is_no_on_device_switch(model: Path) -> None:
     assert not [name for name in scenes.names(seen["calls"]) if name.endswith("_ext")]
 
 
-# -- S23: the size query is as slow as the save --------------------------------------------------------------------------
+# -- S23: the size query is as slow as the save ------------------------------------------------------------------------
 
 
 def test_s23_one_size_one_get_one_set(model: Path) -> None:
     """A switch asks for the size once, gets once and sets once; proving the bytes adds one get, and nothing else."""
-    for proof, n_gets in (("off", 1), ("positions", 1), ("bytes", 2)):
-        (seen,) = played(model, {"proof": proof, "n_seq": 4})
+    gets = {"off": 1, "positions": 1, "bytes": 2}
+    for n_gets, seen in zip(
+        gets.values(), played(model, *({"proof": proof, "n_seq": 4} for proof in gets)), strict=True
+    ):
         names = scenes.names(seen["at_switch"])
         counts = [names.count(f"llama_state_{what}") for what in ("get_size", "get_data", "set_data")]
         assert counts == [1, n_gets, 1]
@@ -203,7 +201,7 @@ def test_s23_one_size_one_get_one_set(model: Path) -> None:
         assert seen["tokens"] == seen["wanted"]
 
 
-# -- S25: the answer of a removal is not ignored -------------------------------------------------------------------------
+# -- S25: the answer of a removal is not ignored -----------------------------------------------------------------------
 
 
 def child_s25(path: str, model: str) -> dict[str, Any]:
@@ -236,7 +234,7 @@ def test_s25_a_cut_that_is_refused_means_reading_again(model: Path) -> None:
     assert seen["held"]
 
 
-# -- S27: a state computed under another adapter -------------------------------------------------------------------------
+# -- S27: a state computed under another adapter -----------------------------------------------------------------------
 
 
 def child_s27(path: str, model: str, adapter: str, folder: str) -> dict[str, Any]:
@@ -271,14 +269,14 @@ def test_s27_another_adapter_or_scale_is_refused_by_name(model: Path, tmp_path: 
 def test_s27_adapters_travel_at_their_scales(model: Path, tmp_path: Path) -> None:
     """Adapters are loaded again and applied at the same scales after a switch and after a fallback."""
     adapter = write_model(tmp_path / "adapter.gguf", extra={"general.type": "adapter"})
-    for faults in ("", "init:null:tensor", "decode:nan:tensor"):
-        (seen,) = played(model, {"faults": faults, "adapters": [str(adapter)]})
+    table = [{"faults": faults, "adapters": [str(adapter)]} for faults in ("", "init:null:tensor", "decode:nan:tensor")]
+    for seen in played(model, *table):
         assert seen["tokens"] == seen["wanted"]
         assert seen["mistakes"] == []
         assert set(seen["live"].values()) == {0}
 
 
-# -- S31: a state that this build cannot read ----------------------------------------------------------------------------
+# -- S31: a state that this build cannot read --------------------------------------------------------------------------
 
 
 def child_s31_save(path: str, model: str, carry: str) -> list[int]:
@@ -307,7 +305,7 @@ def child_s31_restore(path: str, model: str, carry: str) -> dict[str, Any]:
 
 
 def test_s31_a_state_of_another_size_is_an_error(model: Path, tmp_path: Path) -> None:
-    """A carry file that is cut, or that another build wrote in its own format, is refused; the session is as it was."""
+    """A carry that is cut, or that another build wrote in its own format, is refused; the session is as it was."""
     carry = tmp_path / "carry"
     run_child(child_s31_save, build(), model, carry).value()
     whole = carry.read_bytes()
@@ -349,261 +347,11 @@ def test_s31_what_was_parked_can_be_restored(model: Path, tmp_path: Path) -> Non
     assert seen == {"with state": "goes on", "tokens only": "not parked: fell_back"}
 
 
-# -- S33: the sampler is not in the state --------------------------------------------------------------------------------
+# -- S33: the sampler is not in the state ------------------------------------------------------------------------------
 
 
 def test_s33_seeded_sampling_goes_on_as_if_nothing_had_happened(model: Path) -> None:
     """Ten tokens drawn with a seed and a penalty window around a switch are the ten of a session without one."""
-    for shape in ({"n_seq": 1}, {"n_seq": 4}, {"n_seq": 4, "unified": True}):
-        (seen,) = played(model, shape)
+    for seen in played(model, {"n_seq": 1}, {"n_seq": 4}, {"n_seq": 4, "unified": True}):
         assert seen["tokens"] == seen["wanted"]
-        assert [len(set(tokens[-2 * N_TOKENS :])) > 1 for tokens in seen["tokens"]] == [True] * shape["n_seq"]
-
-
-# -- P18: split_mode is accepted and never passed on ---------------------------------------------------------------------
-
-
-def child_p18(path: str, model: str) -> list[dict[str, str]]:
-    library = Library.open(path)
-    stub = Stub(path)
-    seen = []
-    for mode in SplitMode:
-        stub.reset()
-        params = ModelParams(
-            split_mode=mode, devices=("STUB1", "CPU"), tensor_split=(0.25, 0.75), main_gpu=1, n_gpu_layers=1
-        )
-        Model.load(library, model, params).close()
-        seen.append(next(c.arguments for c in stub.calls() if c.name == "llama_model_load_from_file"))
-    return seen
-
-
-def test_p18_what_is_asked_reaches_the_library(model: Path) -> None:
-    """For all four modes the struct that the library receives holds the mode, device list, split and main device."""
-    for mode, got in zip(SplitMode, run_child(child_p18, build(), model).value(), strict=True):
-        assert got["split_mode"] == str(mode.value)
-        assert (got["main_gpu"], got["n_gpu_layers"]) == ("1", "1")
-        assert (got["devices"], got["tensor_split"]) == ("STUB1,CPU", "0.25,0.75")
-
-
-# -- R1, R2: memory questions --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "faults", ["", "load:null:tensor", "init:null:tensor", "set_data:lie:tensor", "decode:nan:tensor"]
-)
-def test_r1_no_memory_question_between_free_and_load(model: Path, faults: str) -> None:
-    """From the first free to the next context no device is asked for its memory, on the way there and on the way back."""
-    (seen,) = played(model, {"faults": faults})
-    order = [n for n in scenes.names(seen["calls"]) if n in R1_CALLS]
-    assert order[:4] == ["llama_free", "llama_model_free", "llama_model_load_from_file", *order[3:4]]
-    for name, following in zip(order, order[1:], strict=False):
-        assert not (name == "llama_model_free" and following == "ggml_backend_dev_memory")
-        assert not (name == "llama_free" and following != "llama_model_free")
-
-
-R1_CALLS = (
-    "llama_free",
-    "llama_model_free",
-    "llama_model_load_from_file",
-    "llama_init_from_model",
-    "ggml_backend_dev_memory",
-)
-
-
-def test_r2_memory_is_asked_once_a_switch(model: Path) -> None:
-    """A whole switch asks each device for its memory at most once."""
-    (seen,) = played(model, {})
-    asked = [call["arguments"]["device"] for call in seen["at_switch"] if call["name"] == "ggml_backend_dev_memory"]
-    assert len(asked) == len(set(asked))
-
-
-# -- R3: unloading never returns to zero ---------------------------------------------------------------------------------
-
-
-def child_r3(path: str, model: str) -> dict[str, Any]:
-    library = Library.open(path)
-    stub = Stub(path)
-    stub.faults("model:weights=1000000")
-
-    def used() -> list[int]:
-        return [d.memory_total - d.memory_free for d in library.devices() if d.name.startswith("STUB")]
-
-    baseline = used()
-    session = scenes.start(library, model, Scene())
-    serving = used()
-    session.switch(session.placement.changed(mode=Scene(start="tensor").placement().mode))
-    switched = used()
-    for faults in ("load:null:layer@1", "init:null:layer", "decode:nan:layer"):
-        stub.faults(faults)
-        session.switch(session.placement.changed(mode=Scene().placement().mode))
-        scenes.generate(session, 1, 1)
-        stub.faults("clear model:weights=1000000")
-    after = used()
-    session.close()
-    return {"baseline": baseline, "serving": serving, "switched": switched, "after": after, "closed": used()}
-
-
-def test_r3_device_memory_returns_to_the_baseline(model: Path) -> None:
-    """After switches, fallbacks and the close each device holds what it held before the session, to the byte."""
-    seen = run_child(child_r3, build(), model).value()
-    assert min(seen["serving"]) > 500_000
-    assert seen["serving"] == seen["switched"] == seen["after"]
-    assert seen["closed"] == seen["baseline"]
-
-
-# -- R4: deleted, and the memory is still full ---------------------------------------------------------------------------
-
-
-def child_r4(path: str, model: str) -> dict[str, Any]:
-    library = Library.open(path)
-    stub = Stub(path)
-    session = scenes.start(library, model, Scene(n_seq=2))
-    stub.reset()
-    session.close()
-    order = [name for name in stub.names() if name.endswith("free")]
-    session.close()
-    seen: dict[str, Any] = {"order": order, "again": [n for n in stub.names() if n.endswith("free")] == order}
-    for faults in ("load:null", "init:null", "adapter:null", "set_adapters:fail"):
-        stub.faults(f"clear {faults}")
-        try:
-            Session.open(model, Scene().placement(), library=library, adapters=[(model, 1.0)])
-            seen[faults] = "opened"
-        except CallFailed:
-            seen[faults] = stub.live()
-    stub.faults("clear")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        forgotten = Model.load(library, model, ModelParams())
-        context = Context(forgotten, ContextParams(n_ctx=256))
-        del context
-        del forgotten
-        gc.collect()
-        seen["warned"] = sorted(str(one.message).split(";")[0].split(" ")[-1] for one in caught)
-        seen["kind"] = sorted({one.category.__name__ for one in caught})
-    return seen | {"mistakes": stub.mistakes()}
-
-
-def test_r4_everything_is_freed_once_and_in_order(model: Path) -> None:
-    """A close frees samplers, context, model, once each; a failed open leaves nothing; a forgotten handle warns."""
-    seen = run_child(child_r4, build(), model).value()
-    assert seen["order"] == [*["llama_sampler_free"] * (len(seen["order"]) - 2), "llama_free", "llama_model_free"]
-    assert len(seen["order"]) > 2
-    assert seen["again"]
-    nothing = {"models": 0, "contexts": 0, "samplers": 0, "adapters": 0, "mistakes": 0}
-    for faults in ("load:null", "init:null", "adapter:null", "set_adapters:fail"):
-        assert seen[faults] == nothing, faults
-    assert seen["kind"] == ["ResourceWarning"]
-    assert len(seen["warned"]) == 2
-    assert seen["mistakes"] == []
-
-
-# -- R9: saving or freeing while a decode is running ---------------------------------------------------------------------
-
-
-def child_r9(path: str, model: str) -> dict[str, Any]:
-    stub, session = opened(path, model)
-    wanted = scenes.straight(session._core.engine.library, model, Scene())
-    stub.reset()
-    stub.faults("decode:hang@2")
-    target = session.placement.changed(mode=Scene(start="tensor").placement().mode)
-    outcomes: list[str] = []
-    busy: list[str] = []
-    quiescing = threading.Event()
-
-    def generates() -> None:
-        scenes.generate(session, 1, 2 * N_TOKENS)
-
-    def switches() -> None:
-        outcome = session.switch(target, timeout_s=None, progress=lambda _stage, _share: quiescing.set())
-        outcomes.append(outcome.status.value)
-
-    threads = [threading.Thread(target=generates), threading.Thread(target=switches)]
-    threads[0].start()
-    stub.wait_hanging()
-    timed_out = session.switch(target, timeout_s=0.0)
-    threads[1].start()
-    quiescing.wait()
-    during = [name for name in stub.names() if name.startswith("llama_state") or name.endswith("free")]
-    try:
-        session.switch(target)
-    except Busy as error:
-        busy.append(str(error))
-    stub.release()
-    for thread in threads:
-        thread.join()
-    told = {
-        "timed_out": [timed_out.status.value, timed_out.reason],
-        "outcomes": outcomes,
-        "busy": busy,
-        "during": during,
-        "mode": session.placement.mode.value,
-        "same": [session.tokens()] == wanted,
-        "inside": stub.max_inside(),
-        "mistakes": stub.mistakes(),
-    }
-    session.close()
-    return told | {
-        "loads": stub.count("llama_model_load_from_file") + 1,
-        "frees": stub.count("llama_model_free"),
-        "live": stub.live(),
-    }
-
-
-def test_r9_a_switch_waits_for_the_token_boundary(model: Path) -> None:
-    """A switch during a decode waits, or gives up in time; a second one is Busy; every load has its free."""
-    seen = run_child(child_r9, build(), model).value()
-    assert seen["timed_out"][0] == "refused"
-    assert "token boundary" in seen["timed_out"][1]
-    assert seen["outcomes"] == ["switched"]
-    assert len(seen["busy"]) == 1
-    assert "tensor" in seen["busy"][0]
-    assert seen["during"] == []
-    assert seen["mode"] == "tensor"
-    assert seen["same"]
-    assert seen["inside"] == 1
-    assert seen["mistakes"] == []
-    assert seen["loads"] == seen["frees"]
-    assert set(seen["live"].values()) == {0}
-
-
-def child_r9_callback(path: str, model: str) -> list[str]:
-    _stub, session = opened(path, model)
-    told: list[str] = []
-    target = session.placement.changed(mode=Scene(start="tensor").placement().mode)
-
-    def progress(_stage: Any, _share: float) -> None:
-        for call in (lambda: session.switch(target), lambda: scenes.generate(session, 1, 1), session.close):
-            try:
-                call()
-                told.append("let in")
-            except Busy:
-                told.append("busy")
-
-    session.switch(target, proof=Proof.POSITIONS, progress=progress)
-    session.close()
-    return sorted(set(told))
-
-
-def test_r9_a_call_from_inside_a_callback_is_busy(model: Path) -> None:
-    """A progress callback that calls back into the session gets Busy at every stage, and never a deadlock."""
-    assert run_child(child_r9_callback, build(), model).value() == ["busy"]
-
-
-def test_the_default_placement_of_the_stub_opens(model: Path) -> None:
-    """A placement that leaves everything to the library is resolved to numbers."""
-    seen = run_child(child_default, build(), model).value()
-    assert seen == {"n_ctx": 2048, "flash_attn": "on", "devices": "default:STUB0,STUB1"}
-
-
-def child_default(path: str, model: str) -> dict[str, Any]:
-    library = Library.open(path)
-    stub = Stub(path)
-    stub.reset()
-    with Session.open(model, Placement(), library=library) as session:
-        load = next(call for call in stub.calls() if call.name == "llama_model_load_from_file")
-        placement = session.placement
-        return {
-            "n_ctx": placement.n_ctx,
-            "flash_attn": placement.flash_attn.value,
-            "devices": load.arguments["devices"],
-        }
+        assert all(len(set(tokens[-2 * N_TOKENS :])) > 1 for tokens in seen["tokens"])
