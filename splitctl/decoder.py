@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llama_native import CallFailed, sequence_state_get, sequence_state_set, sequence_state_size
+from llama_native import (
+    CallFailed,
+    sequence_state_get,
+    sequence_state_set,
+    sequence_state_size,
+    state_get,
+    state_set,
+    state_size,
+)
 from splitctl.core import Batch, batches
 from splitctl.errors import Cancelled, ConfigInvalid, Parked, Refused
 from splitctl.outcome import Reason
@@ -45,8 +53,29 @@ class Decoder:
     def begin_decoder(self, slot: Slot, tokens: Sequence[int]) -> list[int]:
         """Give an encoder-decoder's prompt to its encoder; the decoder starts with its own first token."""
         slot.encoder_tokens = np.array(tokens, np.int32)
-        self._core.encode()
+        try:
+            self.encode_again()
+        except CallFailed:
+            slot.encoder_tokens = no_tokens()
+            raise
         return [max(self._core.decoder_start, 0)]
+
+    def encode_again(self) -> None:
+        """Run the encoder over every sequence's prompt, for the library keeps the output of its last call only.
+
+        It refuses positions that the memory holds, so what the decoder has so far steps aside meanwhile.
+        """
+        context = self._core.engine.live
+        if not any(slot.n_past for slot in self._core.used()):
+            self._core.encode()
+            return
+        held = bytearray(state_size(context))
+        n = state_get(context, held)
+        context.clear()
+        try:
+            self._core.encode()
+        finally:
+            state_set(context, memoryview(held)[:n])
 
     def settle(self, slot: Slot) -> None:
         """Decode a token that was drawn and delivered but is not in the memory yet."""
@@ -108,7 +137,8 @@ class Decoder:
             return core.run(batch)
         try:
             rows = core.run(batch)
-            wrong = _nonsense(rows)
+            # An embedding decoder leaves its logits at zero.
+            wrong = "" if core.engine.embeddings else _nonsense(rows)
         except CallFailed as error:
             rows, wrong = {}, str(error)
         if not wrong:

@@ -302,6 +302,8 @@ class Session:
             dst.tokens = src.tokens[:]
             dst.n_past = src.n_past
             dst.encoder_tokens = src.encoder_tokens
+            if dst.encoder_tokens.size:
+                self._decoder.encode_again()
             dst.take_rows(src.logits.copy(), src.output_ids.copy())
             self._effects.reseal()
 
