@@ -16,6 +16,9 @@ os.environ.setdefault("GGML_NO_BACKTRACE", "1")
 
 _TESTS = Path(__file__).parent
 
+# One library a process: tests/ctl/test_real_builds.py runs these in a child for each build.
+collect_ignore = [] if "SPLITCTL_TEST_LIBRARY" in os.environ else ["real"]
+
 hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)
 hypothesis.settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("deep", max_examples=5000, deadline=None)
