@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from splitctl.facts import ModelFacts
 from splitctl.last_words import is_shortage, telling_line
-from splitctl.placement import Placement
+from splitctl.placement import FlashAttn, Placement, SplitMode
 
 _FORMAT = 1
 _MAX_FILE_BYTES = 16 * 1024 * 1024
@@ -146,6 +146,8 @@ class ProbeKey:
             The key.
         """
         plain = placement.normalise()
+        # Tensor mode turns an automatic choice on, always: one verdict serves both spellings.
+        always_on = plain.mode is SplitMode.TENSOR and plain.flash_attn is FlashAttn.AUTO
         return cls(
             build=build_id(library),
             shape=shape_of(facts),
@@ -154,7 +156,7 @@ class ProbeKey:
             tensor_split=plain.tensor_split,
             cache_types=(plain.type_k, plain.type_v),
             offload_kqv=plain.offload_kqv,
-            flash_attn=plain.flash_attn.value,
+            flash_attn=(FlashAttn.ON if always_on else plain.flash_attn).value,
             many_sequences=plain.n_seq_max > 1,
             kv_unified=plain.kv_unified,
         )
