@@ -17,6 +17,7 @@ from llama_native.errors import (
     LoadCancelled,
     NativeError,
     Reentered,
+    RpcServerUnusable,
     SecondLibrary,
     UnknownDevice,
     UnsupportedAbi,
@@ -25,6 +26,7 @@ from llama_native.library import Library
 from llama_native.logs import LogTail
 from llama_native.model import Adapter, Model
 from llama_native.params import ContextParams, FlashAttn, KvType, LoadMode, ModelParams, SplitMode
+from llama_native.rpc import greet as greet_rpc_server
 from llama_native.sampling import CANDIDATE_BYTES, ChainParams, SamplerChain
 from llama_native.state import (
     sequence_state_get,
@@ -59,11 +61,13 @@ __all__ = [
     "ModelParams",
     "NativeError",
     "Reentered",
+    "RpcServerUnusable",
     "SamplerChain",
     "SecondLibrary",
     "SplitMode",
     "UnknownDevice",
     "UnsupportedAbi",
+    "greet_rpc_server",
     "sequence_state_get",
     "sequence_state_set",
     "sequence_state_size",

@@ -55,11 +55,14 @@ CAPABILITIES: Mapping[str, tuple[tuple[str, ...], ...]] = {
             "llama_sampler_init_greedy",
         ),
     ),
-    "devices": (("ggml_backend_dev_count", "ggml_backend_dev_get", "ggml_backend_dev_name", "ggml_backend_dev_memory"),),
+    "devices": (
+        ("ggml_backend_dev_count", "ggml_backend_dev_get", "ggml_backend_dev_name", "ggml_backend_dev_memory"),
+    ),
     "load-backends": (("ggml_backend_load_all_from_path",),),
     "adapters": (("llama_adapter_lora_init", "llama_set_adapters_lora", "llama_adapter_lora_free"),),
     "user-model": (("llama_model_init_from_user", "gguf_init_empty", "ggml_backend_tensor_set"),),
-    "rpc": (("ggml_backend_rpc_add_server",), ("ggml_backend_rpc_start_server",)),
+    # A build that keeps its backends in files of their own exports nothing of it: rpc.is_there looks in the registry.
+    "rpc": (("ggml_backend_rpc_add_server", "ggml_backend_register"),),
     "native-switch": (("llama_context_set_split_mode", "llama_model_get_split_mode"),),
 }
 """Name -> alternatives; each alternative is a tuple of symbols that are all needed."""

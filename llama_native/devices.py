@@ -80,18 +80,27 @@ def resolve(ffi: cffi.FFI, lib: Any, names: Sequence[str]) -> Any:
     """
     if not names:
         return ffi.NULL
+    return ffi.new("ggml_backend_dev_t[]", [*handles(ffi, lib, names), ffi.NULL])
+
+
+def handles(ffi: cffi.FFI, lib: Any, names: Sequence[str]) -> list[Any]:
+    """Turn device names into the library's handles; upper and lower case are the same.
+
+    Raises:
+        UnknownDevice: naming the devices that there are.
+    """
     by_name: dict[str, Any] = {}
     for index in range(lib.ggml_backend_dev_count()):
         device = lib.ggml_backend_dev_get(index)
         by_name.setdefault(text(ffi, lib.ggml_backend_dev_name(device)).lower(), device)
-    handles = []
+    found = []
     for name in names:
         handle = by_name.get(name.lower())
         if handle is None:
             known = [text(ffi, lib.ggml_backend_dev_name(d)) for d in by_name.values()]
             raise UnknownDevice(name, known)
-        handles.append(handle)
-    return ffi.new("ggml_backend_dev_t[]", [*handles, ffi.NULL])
+        found.append(handle)
+    return found
 
 
 def _kind(lib: Any, device: Any) -> DeviceKind | None:
@@ -108,4 +117,4 @@ def _backend_name(ffi: cffi.FFI, lib: Any, device: Any) -> str:
         return ""
 
 
-__all__ = ["Device", "DeviceKind", "read_devices", "resolve", "text"]
+__all__ = ["Device", "DeviceKind", "handles", "read_devices", "resolve", "text"]

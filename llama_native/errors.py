@@ -24,6 +24,7 @@ __all__ = [
     "LoadCancelled",
     "NativeError",
     "Reentered",
+    "RpcServerUnusable",
     "SecondLibrary",
     "UnknownDevice",
     "UnsupportedAbi",
@@ -343,3 +344,28 @@ class UnknownDevice(NativeError):
             The name, the known names and where to see them.
         """
         return f"there is no device {self.name!r}; this library has {', '.join(self.known)} (see: splitctl devices)"
+
+
+class RpcServerUnusable(NativeError):
+    """An RPC server was named that cannot be used."""
+
+    def __init__(self, endpoint: str, why: str, next_action: str) -> None:
+        """Record the server and what stands in the way.
+
+        Args:
+            endpoint: HOST:PORT, as it was given.
+            why: the fault.
+            next_action: what the user can do about it.
+        """
+        self.endpoint = endpoint
+        self.why = why
+        self.next_action = next_action
+        super().__init__(endpoint, why, next_action)
+
+    def message(self) -> str:
+        """Build the message from the fields.
+
+        Returns:
+            The endpoint, the fault and what to do.
+        """
+        return f"the RPC server {self.endpoint!r} cannot be used: {self.why}; {self.next_action}"

@@ -20,24 +20,21 @@ from typing import TYPE_CHECKING, Any
 
 import cffi
 
-from llama_native import abi, capabilities, discover
-from llama_native.devices import Device, read_devices, text
+from llama_native import abi, behaviour, capabilities, discover, observing, rpc
+from llama_native.devices import Device, handles, read_devices, text
 from llama_native.errors import (
     CapabilityMissing,
     ForkedProcess,
     LibraryNotFound,
     LibraryUnusable,
     Reentered,
+    RpcServerUnusable,
     SecondLibrary,
-    UnsupportedAbi,
 )
 from llama_native.logs import LogTail
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-_PROBE_BYTES = 1024
-"""Room for a params struct: the largest known has 168 bytes."""
+    from collections.abc import Iterator, Mapping, Sequence
 
 
 def _read_cdef(name: str) -> str:
@@ -68,6 +65,7 @@ class Library:
         self.draws_on_single = False
         self.origin = ""
         self.version = ""
+        self.rpc_servers: tuple[str, ...] = ()
 
     @staticmethod
     def open(path: str | os.PathLike[str] | None = None, *, env: Mapping[str, str] | None = None) -> Library:
@@ -156,6 +154,52 @@ class Library:
         with self.calling() as (ffi, lib):
             return read_devices(ffi, lib, memory=memory)
 
+    def add_rpc_servers(self, endpoints: Sequence[str]) -> tuple[str, ...]:
+        """Add the devices of RPC servers; one that was added before is left as it is.
+
+        Args:
+            endpoints: HOST:PORT of each. A server serves one client at a time.
+
+        Returns:
+            The names of the new devices, in the servers' order.
+
+        Raises:
+            CapabilityMissing: the build has no RPC.
+            RpcServerUnusable: a server cannot be reached, is busy, has no device, or is named wrongly.
+        """
+        new = [one for one in dict.fromkeys(endpoints) if one not in self.rpc_servers]
+        if not new:
+            return ()
+        self.need("rpc")
+        if len(self.rpc_servers) + len(new) > rpc.MAX_SERVERS:
+            raise RpcServerUnusable(new[-1], f"a library takes {rpc.MAX_SERVERS} servers at most", "name fewer")
+        for endpoint in new:
+            rpc.check_endpoint(endpoint)
+        names: list[str] = []
+        for endpoint in new:
+            rpc.greet(endpoint)
+            with self.calling() as (ffi, lib):
+                names.extend(rpc.add_server(ffi, lib, endpoint))
+            self.rpc_servers += (endpoint,)
+        return tuple(names)
+
+    def serve_rpc(self, endpoint: str, devices: Sequence[str] = ("CPU",), *, n_threads: int = 1) -> None:
+        """Serve devices to RPC clients, one client at a time; returns only where the endpoint is not to be had.
+
+        Args:
+            endpoint: HOST:PORT to listen on. Anyone who reaches it can use it, and nothing is encrypted.
+            devices: names of the devices.
+            n_threads: threads of each processor device.
+
+        Raises:
+            CapabilityMissing: the build has no RPC.
+            RpcServerUnusable: the endpoint is not HOST:PORT.
+            UnknownDevice: a device name that the library does not have.
+        """
+        rpc.check_endpoint(endpoint)
+        with self.calling() as (ffi, lib):
+            rpc.serve(ffi, lib, endpoint, handles(ffi, lib, devices), n_threads)
+
     def system_info(self) -> str:
         """Return the library's own line about its build and the processor."""
         if not self.exports("llama_print_system_info"):
@@ -209,9 +253,11 @@ def _load(path: Path, origin: str, version: str) -> Library:
     _attach_log(ffi, lib, log)
     library.version = version or (text(ffi, lib.llama_version()) if library.exports("llama_version") else "")
     library.backend_folders = _load_backends(ffi, lib, path, library)
+    if not library.has("rpc") and rpc.is_there(ffi, lib):
+        library.capabilities = {**found, "rpc": ("ggml_backend_register",)}
     lib.llama_backend_init()
     _refuse_foreign_ggml(path)
-    _probe_behaviour(library, ffi, lib)
+    library.draws_on_single = behaviour.check(ffi, lib, profile)
     return library
 
 
@@ -224,37 +270,16 @@ def _penalties_cdef(profile: abi.Profile) -> str:
 
 
 def _observe(path: Path, exported: frozenset[str]) -> abi.Observed:
-    """Let the library write its default structs into patterned buffers, before any layout is believed."""
+    """Look at the library's default structs through declarations that presume nothing of them."""
+    by_value = not observing.takes_hidden_pointer()
     ffi = cffi.FFI()
-    ffi.cdef(_read_cdef("probe.h"))
+    ffi.cdef(_read_cdef(observing.header(by_value=by_value)))
     try:
         lib = ffi.dlopen(str(path), ffi.RTLD_NOW | ffi.RTLD_LOCAL)
     except OSError as error:
-        raise LibraryUnusable(
-            path, discover.explain_load_failure(path, str(error)), "install a build for this system, or its missing parts"
-        ) from error
-    fills: dict[str, tuple[bytes, bytes]] = {}
-    tokens = ffi.new("int32_t[2]")
-    for name in ("llama_model_default_params", "llama_context_default_params", "llama_batch_get_one"):
-        if not hasattr(lib, name):
-            continue
-        function = getattr(lib, name)
-        seen = []
-        for fill in (0xA5, 0x5A):
-            buffer = ffi.new("uint8_t[]", bytes([fill]) * _PROBE_BYTES)
-            if name == "llama_batch_get_one":
-                function(buffer, tokens, 2)
-            else:
-                function(buffer)
-            seen.append(bytes(ffi.buffer(buffer, _PROBE_BYTES)))
-        fills[name] = (seen[0], seen[1])
-    empty = (b"", b"")
-    return abi.Observed.from_fills(
-        model=fills.get("llama_model_default_params", empty),
-        context=fills.get("llama_context_default_params", empty),
-        batch=fills.get("llama_batch_get_one", empty),
-        exports=exported,
-    )
+        why = discover.explain_load_failure(path, str(error))
+        raise LibraryUnusable(path, why, "install a build for this system, or its missing parts") from error
+    return observing.observe(ffi, lib, exported, by_value=by_value)
 
 
 def _attach_log(ffi: cffi.FFI, lib: Any, log: LogTail) -> None:
@@ -301,7 +326,7 @@ def _refuse_foreign_ggml(path: Path) -> None:
     wanted = {name for name in discover.needed_libraries(path) if name.startswith("libggml")}
     if not wanted:
         return
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+    with Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as maps:
         mapped = {Path(line.split(None, 5)[5].strip()) for line in maps if "libggml" in line}
     strange = [m for m in mapped if m.name in wanted and m.resolve().parent not in near]
     if strange:
@@ -310,70 +335,6 @@ def _refuse_foreign_ggml(path: Path) -> None:
             f"another ggml is mapped in its place: {strange[0]}",
             "remove it from LD_LIBRARY_PATH, or use the libllama that belongs to it",
         )
-
-
-def _probe_behaviour(library: Library, ffi: cffi.FFI, lib: Any) -> None:
-    """Check with real calls what no struct tells: candidate arrays, the penalties prototype, how draws are counted."""
-    if _greedy_choice(ffi, lib) != 1:
-        raise UnsupportedAbi("a greedy sampler given the logits (0, 3, 1) did not choose the second", "llama_token_data_array of 12-byte entries")
-    if _penalised(ffi, lib, n_vocab_first=library.profile.penalties_take_n_vocab) is False:
-        raise UnsupportedAbi(
-            "llama_sampler_init_penalties does not take its arguments in the order that this layout has",
-            f"layout {library.profile.name}",
-        )
-    library.draws_on_single = _draws_on_single(ffi, lib)
-
-
-def _candidates(ffi: cffi.FFI, logits: tuple[float, ...]) -> tuple[Any, Any]:
-    data = ffi.new("llama_token_data[]", len(logits))
-    for index, logit in enumerate(logits):
-        data[index].id, data[index].logit, data[index].p = index, logit, 0.0
-    array = ffi.new("llama_token_data_array *")
-    array.data, array.size, array.selected, array.sorted = data, len(logits), -1, False
-    return array, data
-
-
-def _greedy_choice(ffi: cffi.FFI, lib: Any) -> int:
-    sampler = lib.llama_sampler_init_greedy()
-    array, _keep = _candidates(ffi, (0.0, 3.0, 1.0))
-    lib.llama_sampler_apply(sampler, array)
-    lib.llama_sampler_free(sampler)
-    return int(array.data[array.selected].id) if 0 <= array.selected < array.size else -1
-
-
-def _penalised(ffi: cffi.FFI, lib: Any, *, n_vocab_first: bool) -> bool | None:
-    """Tell whether a penalty over the last token does lower its logit; None where the build has none."""
-    if not hasattr(lib, "llama_sampler_init_penalties"):
-        return None
-    arguments = (3, 4, 2.0, 0.0, 0.0) if n_vocab_first else (4, 2.0, 0.0, 0.0)
-    sampler = lib.llama_sampler_init_penalties(*arguments)
-    if not sampler:
-        return False
-    lib.llama_sampler_accept(sampler, 2)
-    array, _keep = _candidates(ffi, (1.0, 1.0, 1.0))
-    lib.llama_sampler_apply(sampler, array)
-    lib.llama_sampler_free(sampler)
-    seen = {int(array.data[i].id): float(array.data[i].logit) for i in range(array.size)}
-    return seen == {0: 1.0, 1: 1.0, 2: 0.5}
-
-
-def _draws_on_single(ffi: cffi.FFI, lib: Any) -> bool:
-    """Tell whether sampling from one candidate consumes a random draw in this build."""
-
-    def chosen(*, first_single: bool) -> list[int]:
-        sampler = lib.llama_sampler_init_dist(1234)
-        if first_single:
-            array, _keep = _candidates(ffi, (1.0,))
-            lib.llama_sampler_apply(sampler, array)
-        ids = []
-        for _ in range(6):
-            array, _keep = _candidates(ffi, (0.0,) * 64)
-            lib.llama_sampler_apply(sampler, array)
-            ids.append(int(array.data[array.selected].id))
-        lib.llama_sampler_free(sampler)
-        return ids
-
-    return chosen(first_single=True) != chosen(first_single=False)
 
 
 __all__ = ["Library"]

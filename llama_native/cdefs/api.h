@@ -33,6 +33,9 @@ ggml_backend_reg_t ggml_backend_reg_by_name(const char *name);
 void *ggml_backend_reg_get_proc_address(ggml_backend_reg_t reg, const char *name);
 void ggml_backend_load_all_from_path(const char *dir_path);
 void ggml_backend_device_register(ggml_backend_dev_t device);
+void ggml_backend_register(ggml_backend_reg_t reg);
+ggml_backend_reg_t ggml_backend_rpc_add_server(const char *endpoint);
+void ggml_backend_rpc_start_server(const char *endpoint, const char *cache_dir, size_t n_threads, size_t n_devices, ggml_backend_dev_t *devices);
 
 struct llama_model *llama_model_load_from_file(const char *path_model, struct llama_model_params params);
 struct llama_model *llama_model_init_from_user(struct gguf_context *metadata, llama_model_set_tensor_data_t set_tensor_data, void *set_tensor_data_ud, struct llama_model_params params);
