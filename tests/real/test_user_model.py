@@ -1,0 +1,95 @@
+"""Models from metadata: the library lists every tensor and takes its data, and no failure unwinds through C."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from make_dummies import recipes, to_metadata
+
+from llama_native import CallFailed, Library, Reentered
+from llama_native.user_model import MetaKind, MetaValue, TensorSlot, create_tensors
+
+F32 = 0
+
+
+@pytest.fixture(scope="module")
+def metadata(library: Library) -> tuple[MetaValue, ...]:
+    """A small model's metadata, for a library that can build one from it."""
+    if not library.has("user-model"):
+        pytest.skip(f"{library.path} cannot make models from metadata (llama-cpp-python-0.3.36 can)")
+    return to_metadata(recipes()["llama"])
+
+
+def test_every_tensor_is_listed_once(library: Library, metadata: tuple[MetaValue, ...]) -> None:
+    """Four layers of attention and feed-forward, the embedding first among the shared ones, names unique."""
+    slots = create_tensors(library, metadata)
+    by_name = {slot.name: slot for slot in slots}
+    assert len(by_name) == len(slots)
+    assert by_name["token_embd.weight"].dims == (256, 128)
+    assert {"blk.0.attn_q.weight", "blk.3.ffn_down.weight", "output_norm.weight"} <= set(by_name)
+    assert all(slot.n_bytes == 4 * math.prod(slot.dims) for slot in slots if slot.type_id == F32)
+
+
+def test_data_is_asked_for_with_its_size(library: Library, metadata: tuple[MetaValue, ...]) -> None:
+    """The callback is asked for every tensor, and bytes of the right size are taken."""
+    asked: list[TensorSlot] = []
+
+    def fill(slot: TensorSlot) -> bytes:
+        asked.append(slot)
+        return bytes(slot.n_bytes)
+
+    slots = create_tensors(library, metadata, fill)
+    assert {slot.name for slot in asked} == {slot.name for slot in slots}
+
+
+def test_data_of_another_size_is_refused(library: Library, metadata: tuple[MetaValue, ...]) -> None:
+    """Too few bytes are an error of the caller, raised after the model has been freed."""
+    with pytest.raises(ValueError, match="were given"):
+        create_tensors(library, metadata, lambda _: b"short")
+    assert create_tensors(library, metadata)
+
+
+def test_an_error_in_the_callback_comes_out(library: Library, metadata: tuple[MetaValue, ...]) -> None:
+    """What the callback raises reaches the caller once, and the library goes on."""
+    asked = []
+
+    def fill(slot: TensorSlot) -> bytes:
+        asked.append(slot.name)
+        raise KeyError(slot.name)
+
+    with pytest.raises(KeyError):
+        create_tensors(library, metadata, fill)
+    assert len(asked) == 1
+    assert create_tensors(library, metadata)
+
+
+def test_the_callback_may_not_call_the_library(library: Library, metadata: tuple[MetaValue, ...]) -> None:
+    """A call from inside the callback is refused instead of hanging on the lock."""
+
+    def fill(_: TensorSlot) -> None:
+        library.devices(memory=False)
+
+    with pytest.raises(Reentered):
+        create_tensors(library, metadata, fill)
+
+
+def test_metadata_that_is_no_model(library: Library, metadata: tuple[MetaValue, ...]) -> None:
+    """An architecture that the build lacks is the library's refusal, with its words."""
+    changed = [dataclasses.replace(metadata[0], value="no-such-architecture"), *metadata[1:]]
+    with pytest.raises(CallFailed, match="llama_model_init_from_user"):
+        create_tensors(library, changed)
+
+
+def test_every_kind_of_value_is_set(library: Library, metadata: tuple[MetaValue, ...]) -> None:
+    """Metadata of every kind, and arrays of numbers and texts, are taken."""
+    extra = [MetaValue(f"x.{kind.suffix}", kind, "text" if kind is MetaKind.STR else 1) for kind in MetaKind]
+    extra += [MetaValue("x.texts", MetaKind.STR, ("a", "b")), MetaValue("x.numbers", MetaKind.F32, (1.0, 2.0))]
+    assert create_tensors(library, [*metadata, *extra])
+
+
+def test_an_unknown_kind() -> None:
+    """A recipe with a kind that does not exist is refused by its name."""
+    with pytest.raises(ValueError, match="u128"):
+        MetaKind.of("u128")
