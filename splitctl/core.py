@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import psutil
 
 from llama_native import CallFailed
 from splitctl.arena import Arena
@@ -89,6 +90,22 @@ class Core:
         """Ask the library for every sequence's first and last position; (-1, -1) where it holds none."""
         context = self.engine.live
         return {seq_id: (context.pos_min(seq_id), context.pos_max(seq_id)) for seq_id in range(context.n_seq_max)}
+
+    def reserve(self, n_tokens: int, *, n_copies: int) -> int:
+        """Hold ``n_copies`` (1 or 2) arenas for a state of ``n_tokens``, if the host keeps as much free again.
+
+        Returns:
+            Bytes held by the arenas now.
+        """
+        placement = self.placement
+        if self.has_memory:
+            n_bytes = self.facts.state_bytes(
+                n_tokens, placement.type_k, placement.type_v, n_sequences=placement.n_seq_max
+            )
+            if psutil.virtual_memory().available > 2 * n_copies * n_bytes:
+                for arena in (self.arena, self.spare)[:n_copies]:
+                    arena.reserve(n_bytes)
+        return self.arena.n_bytes + self.spare.n_bytes
 
     def check_room(self, seq_id: int, n_new: int) -> None:
         """Refuse tokens that the cache has no cells for, before anything is decoded.

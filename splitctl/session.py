@@ -384,6 +384,19 @@ class Session:
             )
             return self._switcher.run(Request(target, self._via(target)), options)
 
+    def reserve(self, n_tokens: int, *, proof: Proof = Proof.BYTES) -> int:
+        """Take the memory that a switch will need, and touch it, so that the switch itself does not wait for it.
+
+        Args:
+            n_tokens: tokens that all sequences will hold by then.
+            proof: the proof that the switch will use; reading back takes a second copy.
+
+        Returns:
+            Bytes held for carries now; what would not leave the host as much again stays unreserved.
+        """
+        with self._working("reserving memory"):
+            return self._core.reserve(n_tokens, n_copies=2 if proof is Proof.BYTES else 1)
+
     def save(self, path: str | os.PathLike[str]) -> int:
         """Write the whole session (state, tokens, logits, samplers) to one file; returns its bytes.
 

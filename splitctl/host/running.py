@@ -25,6 +25,7 @@ from splitctl.placement import Placement
 from splitctl.probing import VerdictCache
 from splitctl.sequence import RANDOM_SEED, SamplerSpec
 from splitctl.session import Proof, Session
+from splitctl.switching.checking import TRIED
 from splitctl.switching.machine import Stage
 
 Emit = Callable[[Event], None]
@@ -124,8 +125,14 @@ def run(request: RunRequest, library: Library, env: Mapping[str, str], emit: Emi
         env=env,
         cache=VerdictCache(Path(platformdirs.user_cache_dir("splitctl")) / VERDICTS_FILE),
         device_names=tuple(device.name for device in library.devices(memory=False)),
+        rpc=request.rpc,
         is_cancelled=cancel.is_set,
     )
+    if request.rpc and request.placement.mode is not first.mode and request.placement.mode in TRIED:
+        # An RPC server serves one client at a time: once our model lies on it, the try in a child gets no answer. Asked
+        # now, the verdict is remembered for the switch.
+        emit(Progress("trying", None, f"{request.placement.mode.value} mode on the RPC servers, in a child process"))
+        prober(request.model, request.placement, facts)
     try:
         _work(request, library, prober, emit, cancel, state)
     except (Cancelled, LoadCancelled) as error:
@@ -191,6 +198,13 @@ def _read_prompt(session: Session, request: RunRequest, emit: Emit, state: _Run)
     """Tokenize the prompt and read it into the session."""
     tokens = _prompt_tokens(session, request)
     state.n_prompt = len(tokens)
+    asked = request.placement.n_ctx
+    if 0 < asked < len(tokens):
+        # The library rounds a small context up, so that the tokens might fit: what was asked for counts.
+        raise ContextFull(0, len(tokens), asked)
+    if session.placement.mode is not request.placement.mode:
+        # The switch that is coming should not wait for the kernel to hand out pages.
+        session.reserve(len(tokens), proof=Proof(request.proof))
     emit(Progress("prompt", 0.0, f"{len(tokens)} tokens in {session.placement.mode.value} mode"))
     started = perf_counter()
     session.prefill(tokens, progress=_Steps(emit, "prompt").count)
