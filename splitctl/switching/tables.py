@@ -4,7 +4,8 @@ A table says where to look, it is no truth: builds outside `MEASURED` are tried 
 saw wins over every row here, in both directions (ALiBi excepted, see `rules`).
 
 Source: llm_arch_supports_sm_tensor in llama-arch.cpp of llama-cpp-python 0.3.36; a sweep of 198 dummy models of 146
-architectures over xllamacpp 2026.10.11549 on CPU devices, each mode and layout in its own child.
+architectures over xllamacpp 2026.10.11549 on CPU devices, each mode and layout in its own child; what loads in tensor
+mode in 2026.8.10566 and 2026.9.11063. (2026.6.9713 refuses nothing at load and dies at the first decode of most.)
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-#: Build numbers and package versions whose answers below were seen, not inferred.
-MEASURED = frozenset({"11549", "0.3.36"})
+#: Builds whose answers below were seen, not inferred.
+MEASURED = frozenset({"xllamacpp 2026.10.11549", "llama-cpp-python 0.3.36"})
+
+#: Packages that count in their own way -> a build number that theirs is not older than.  Source: the source that 0.3.36
+#: ships has all that 11063 has, and not what 11549 mended.
+_PACKAGE_NUMBERS = {"llama-cpp-python 0.3.36": 11063}
 
 _NUMBER = re.compile(r"\.(\d{4,6})$")
 
@@ -73,9 +78,10 @@ TENSOR_ARCHITECTURES: tuple[Row, ...] = (
         "libllama refuses it when the model loads",
     ),
     Row(frozenset({"qwen4exp"}), "libllama refuses it when the model loads", fixed_in=11549),
+    Row(frozenset({"deepseek4"}), "libllama refuses it when the model loads", fixed_in=11063),
     Row(
         frozenset({"rwkv6", "rwkv7", "arwkv7", "rwkv6qwen2", "t5encoder"}),
-        "libllama aborts when the model loads (llama-model.cpp, suffix_fallback)",
+        "libllama aborts when the context is made (llama-model.cpp, suffix_fallback)",
     ),
     Row(
         frozenset({"chameleon", "jina-bert-v2"}),
@@ -99,10 +105,10 @@ def build_number(version: str) -> int | None:
         version: for example "xllamacpp 2026.10.11549" or "0.11739".
 
     Returns:
-        The number; None where the package counts in its own way (llama-cpp-python).
+        The number, or one that it is not older than; None where neither is known.
     """
     found = _NUMBER.search(version.strip())
-    return int(found[1]) if found else None
+    return int(found[1]) if found else _PACKAGE_NUMBERS.get(version.strip())
 
 
 def is_measured(version: str) -> bool:
@@ -114,8 +120,7 @@ def is_measured(version: str) -> bool:
     Returns:
         True for a build of `MEASURED`.
     """
-    number = build_number(version)
-    return (str(number) if number else version.strip().split(" ")[-1]) in MEASURED
+    return version.strip() in MEASURED
 
 
 def tensor_fault(architecture: str, number: int | None) -> str | None:

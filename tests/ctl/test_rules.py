@@ -70,7 +70,13 @@ def test_architectures_that_a_build_cannot_split_are_refused(architecture: str) 
 
 @pytest.mark.parametrize(
     ("build", "blocked"),
-    [(MEASURED, False), (NEWER, False), (OLD, True), (BuildFacts("llama_cpp_python 0.3.36"), True)],
+    [
+        (MEASURED, False),
+        (NEWER, False),
+        (OLD, True),
+        (BuildFacts("llama-cpp-python 0.3.36"), True),
+        (BuildFacts("libllama.so"), True),
+    ],
 )
 def test_rows_end_with_the_build_that_mended_them(build: BuildFacts, blocked: bool) -> None:
     """An architecture that newer builds run is refused on older ones and where the number is not known."""
@@ -382,9 +388,9 @@ def test_context_shift(mode: SplitMode) -> None:
     ("version", "number", "measured"),
     [
         ("xllamacpp 2026.10.11549", 11549, True),
-        ("llama_cpp_python 0.3.36", None, True),
+        ("llama-cpp-python 0.3.36", 11063, True),
         ("llama-cpp-py-sync 0.11739", 11739, False),
-        ("llama_cpp_python 0.3.35", None, False),
+        ("llama-cpp-python 0.3.35", None, False),
         ("libllama.so", None, False),
         ("", None, False),
     ],
