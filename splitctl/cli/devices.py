@@ -10,19 +10,20 @@ from rich.console import Console
 from rich.table import Table
 
 from splitctl.cli.child import ask
-from splitctl.cli.options import json_option, library_option, verbose_option
+from splitctl.cli.options import json_option, library_option, rpc_option, verbose_option
 from splitctl.cli.output import ExitCode, Screen, mib, print_json
 from splitctl.host import DevicesRequest
 
 
 @click.command()
 @library_option
+@rpc_option
 @verbose_option
 @json_option
-def devices(*, library: Path | None, verbose: bool, as_json: bool) -> int:
+def devices(*, library: Path | None, rpc: tuple[str, ...], verbose: bool, as_json: bool) -> int:
     """List the devices of the library, with their memory."""
     with Screen(as_json=as_json, verbose=verbose) as screen:
-        answer = ask(DevicesRequest(library), screen)
+        answer = ask(DevicesRequest(library, rpc), screen)
         if answer.code is not ExitCode.DONE:
             return answer.code
     if as_json:

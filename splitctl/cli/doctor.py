@@ -10,19 +10,20 @@ from typing import Any
 import click
 
 from splitctl.cli.child import ask
-from splitctl.cli.options import json_option, library_option, verbose_option
+from splitctl.cli.options import json_option, library_option, rpc_option, verbose_option
 from splitctl.cli.output import ExitCode, Screen, mib, print_json
 from splitctl.host import DoctorRequest
 
 
 @click.command()
 @library_option
+@rpc_option
 @verbose_option
 @json_option
-def doctor(*, library: Path | None, verbose: bool, as_json: bool) -> int:
+def doctor(*, library: Path | None, rpc: tuple[str, ...], verbose: bool, as_json: bool) -> int:
     """Say which libllama is used and why, its layout, what it can do, its devices, and warnings."""
     with Screen(as_json=as_json, verbose=verbose) as screen:
-        answer = ask(DoctorRequest(library), screen)
+        answer = ask(DoctorRequest(library, rpc), screen)
         if not as_json and answer.body:
             sys.stdout.write("\n".join(_report(answer.body)) + "\n")
         elif as_json and answer.code is ExitCode.DONE:

@@ -124,6 +124,33 @@ def library_option(command: Command) -> Command:
     )(command)
 
 
+class Servers(click.ParamType[tuple[str, ...]]):
+    """RPC servers, separated by commas."""
+
+    name = "HOST:PORT,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        """Take the text apart; what each part is worth the library's side says."""
+        if isinstance(value, tuple):
+            return value
+        servers = tuple(part.strip() for part in str(value).split(","))
+        if not all(servers):
+            self.fail(f"{value!r} is not a list of HOST:PORT, separated by commas", param, ctx)
+        return servers
+
+
+def rpc_option(command: Command) -> Command:
+    """Add `--rpc`."""
+    return click.option(
+        "--rpc",
+        type=Servers(),
+        envvar="LLAMA_ARG_RPC",
+        default=(),
+        metavar="HOST:PORT,...",
+        help="Add the devices of these RPC servers (builds with RPC only).",
+    )(command)
+
+
 def json_option(command: Command) -> Command:
     """Add `--json`."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")(

@@ -15,6 +15,7 @@ from splitctl.cli.options import (
     json_option,
     library_option,
     placement_options,
+    rpc_option,
     sampler_options,
     verbose_option,
 )
@@ -75,6 +76,7 @@ class PromptUnreadable(click.ClickException):
 @placement_options
 @sampler_options
 @library_option
+@rpc_option
 @verbose_option
 @json_option
 def run(
@@ -90,6 +92,7 @@ def run(
     placement: Placement,
     sampler: SamplerSpec,
     library: Path | None,
+    rpc: tuple[str, ...],
     verbose: bool,
     as_json: bool,
 ) -> int:
@@ -110,6 +113,7 @@ def run(
             sampler=sampler,
             proof=proof,
             force=force,
+            rpc=rpc,
         )
         answer = ask(request, screen)
         if answer.code is not ExitCode.DONE:

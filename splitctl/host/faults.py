@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llama_native import CallFailed, LibraryNotFound, LoadCancelled, NativeError, UnknownDevice
+from llama_native import CallFailed, LibraryNotFound, LoadCancelled, NativeError, RpcServerUnusable, UnknownDevice
 from splitctl.chat import ChatTemplateFailed
 from splitctl.errors import (
     BadModelFile,
@@ -28,6 +28,7 @@ _FAULTS: tuple[tuple[type[Exception], Fault], ...] = (
     (Busy, Fault.BUSY),
     (Refused, Fault.REFUSED),
     (UnknownDevice, Fault.CONFIG),
+    (RpcServerUnusable, Fault.CONFIG),
     (ConfigInvalid, Fault.CONFIG),
     (PlacementInvalid, Fault.CONFIG),
     (ContextFull, Fault.CONFIG),

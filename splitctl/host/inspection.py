@@ -11,7 +11,7 @@ from typing import Any
 
 from llama_native import Device, DeviceKind, Library, discover
 from llama_native.capabilities import CAPABILITIES
-from splitctl.host.protocol import DevicesRequest, DoctorRequest, Event, Partial
+from splitctl.host.protocol import DevicesRequest, DoctorRequest, Event, Partial, Request
 
 _ENV_PREFIXES = ("GGML_", "LLAMA_", "CUDA_", "HIP_", "ROCR_", "NCCL_", "VK_", "GPU_DEVICE_ORDINAL", "OMP_")
 
@@ -22,6 +22,24 @@ _ENV_EFFECTS: Mapping[str, str] = {
     "LLAMA_ATTN_ROT_DISABLE": "quantized caches are stored unrotated and do not mix with those of other runs",
     "CUDA_LAUNCH_BLOCKING": "every kernel waits for the one before: slow",
 }
+
+
+def open_library(request: Request, env: Mapping[str, str]) -> Library:
+    """Open the library that a request wants, with the devices of the RPC servers that it names.
+
+    Args:
+        request: names both, or leaves the library to be found.
+        env: the environment in which to look.
+
+    Returns:
+        The open library.
+
+    Raises:
+        NativeError: no library can be used, or one of the servers cannot.
+    """
+    library = Library.open(request.library, env=env)
+    library.add_rpc_servers(request.rpc)
+    return library
 
 
 def list_devices(request: DevicesRequest, env: Mapping[str, str]) -> dict[str, Any]:
@@ -37,7 +55,7 @@ def list_devices(request: DevicesRequest, env: Mapping[str, str]) -> dict[str, A
     Raises:
         NativeError: no library can be used.
     """
-    library = Library.open(request.library, env=env)
+    library = open_library(request, env)
     return {"library": str(library.path), "devices": [_device(one) for one in library.devices()]}
 
 
@@ -77,6 +95,8 @@ def examine(request: DoctorRequest, env: Mapping[str, str], emit: Callable[[Even
     emit(Partial(dict(body)))
     library = Library.open(request.library, env=env)
     body["library"] = _library(library)
+    emit(Partial(dict(body)))
+    library.add_rpc_servers(request.rpc)
     devices = library.devices()
     body["devices"] = [_device(one) for one in devices]
     body["warnings"] += _warnings(library, devices)

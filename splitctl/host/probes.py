@@ -26,6 +26,8 @@ class Prober:
         env: the environment of the children.
         cache: the file of verdicts, or None to try every time.
         device_names: the devices behind a placement that names none.
+        rpc: RPC servers, HOST:PORT each. One that serves this process answers no child: what may be needed is to be
+            asked before a model is placed.
         is_cancelled: asked while a child runs; a cancelled try gives INCONCLUSIVE.
         deadline_s: longest silence of a child, seconds.
     """
@@ -34,6 +36,7 @@ class Prober:
     env: Mapping[str, str] = field(repr=False)
     cache: VerdictCache | None = None
     device_names: Sequence[str] = ()
+    rpc: tuple[str, ...] = ()
     is_cancelled: Callable[[], bool] = lambda: False
     deadline_s: float = DEADLINE_S
 
@@ -48,7 +51,7 @@ class Prober:
         Returns:
             The verdict, remembered or fresh.
         """
-        key = ProbeKey.of(self.library, facts, placement, self.device_names)
+        key = ProbeKey.of(self.library, facts, placement, self.device_names, self.rpc)
         known = self.cache.get(key) if self.cache is not None else None
         if known is not None:
             return known
@@ -63,7 +66,7 @@ class Prober:
 
     def _try(self, model_path: Path, placement: Placement) -> ProbeVerdict:
         """Run the try in a child."""
-        with Worker(ProbeRequest(model_path, self.library, placement), env=self.env) as worker:
+        with Worker(ProbeRequest(model_path, self.library, placement, self.rpc), env=self.env) as worker:
             try:
                 for event in worker.events(deadline_s=self.deadline_s):
                     if self.is_cancelled():

@@ -69,9 +69,11 @@ class DevicesRequest:
 
     Attributes:
         library: the library file, or None to look for one.
+        rpc: RPC servers whose devices are added, HOST:PORT each.
     """
 
     library: Path | None
+    rpc: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +82,11 @@ class DoctorRequest:
 
     Attributes:
         library: the library file, or None to look for one.
+        rpc: RPC servers whose devices are added, HOST:PORT each.
     """
 
     library: Path | None
+    rpc: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,7 @@ class RunRequest:
         sampler: how tokens are picked, and the texts that end the generation.
         proof: how the restored state is proved after a switch: bytes, positions or off.
         force: whether a switch goes on in spite of warnings that only advise against it.
+        rpc: RPC servers whose devices are added, HOST:PORT each.
     """
 
     model: Path
@@ -112,6 +117,7 @@ class RunRequest:
     sampler: SamplerSpec
     proof: str
     force: bool
+    rpc: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +128,13 @@ class ProbeRequest:
         model: the GGUF file.
         library: the library file, or None to look for one.
         placement: the placement to try.
+        rpc: RPC servers whose devices are added, HOST:PORT each.
     """
 
     model: Path
     library: Path | None
     placement: Placement
+    rpc: tuple[str, ...] = ()
 
 
 Request = DevicesRequest | DoctorRequest | RunRequest | ProbeRequest
@@ -318,6 +326,8 @@ def _request_field(name: str, value: Any) -> Any:
         return Placement.from_json(value)
     if name == "prompt_mode":
         return None if value is None else SplitMode(value)
+    if name == "rpc":
+        return tuple(value)
     if name == "sampler":
         return SamplerSpec(**{**value, "stop": tuple(value.get("stop", ()))})
     return value

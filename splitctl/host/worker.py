@@ -145,7 +145,7 @@ def _answer(request: Request, env: Mapping[str, str], emit: Emitter, cancel: thr
             case ProbeRequest():
                 return Result(_probe(request, env, emit, cancel.is_set))
             case RunRequest():
-                library = Library.open(request.library, env=env)
+                library = inspection.open_library(request, env)
                 _forward_log(library)
                 return running.run(request, library, env, emit, cancel)
     except Exception as error:  # noqa: BLE001 - the last stand: whatever it is, the parent is told
@@ -159,7 +159,7 @@ def _probe(
     request: ProbeRequest, env: Mapping[str, str], emit: Emitter, is_cancelled: Callable[[], bool]
 ) -> dict[str, object]:
     """Try a placement."""
-    library = Library.open(request.library, env=env)
+    library = inspection.open_library(request, env)
     _forward_log(library)
     verdict = try_placement(
         library,

@@ -119,6 +119,7 @@ class ProbeKey:
         flash_attn: flash attention.
         many_sequences: whether the context holds more than one sequence.
         kv_unified: whether they share one stream.
+        rpc: the servers behind RPC devices, whose names do not tell them apart.
     """
 
     build: str
@@ -131,9 +132,17 @@ class ProbeKey:
     flash_attn: str
     many_sequences: bool
     kv_unified: bool
+    rpc: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, library: Path, facts: ModelFacts, placement: Placement, device_names: Sequence[str]) -> Self:
+    def of(
+        cls,
+        library: Path,
+        facts: ModelFacts,
+        placement: Placement,
+        device_names: Sequence[str],
+        rpc: tuple[str, ...] = (),
+    ) -> Self:
         """Collect what a verdict depends on.
 
         Args:
@@ -141,6 +150,7 @@ class ProbeKey:
             facts: what the model's header says.
             placement: the placement to try.
             device_names: the devices that stand behind a placement that names none.
+            rpc: the RPC servers in use, HOST:PORT each.
 
         Returns:
             The key.
@@ -159,6 +169,7 @@ class ProbeKey:
             flash_attn=(FlashAttn.ON if always_on else plain.flash_attn).value,
             many_sequences=plain.n_seq_max > 1,
             kv_unified=plain.kv_unified,
+            rpc=rpc,
         )
 
     def text(self) -> str:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from splitctl.placement import Placement
     from splitctl.probing import ProbeVerdict
 
-_TRIED = frozenset({SplitMode.TENSOR, SplitMode.ROW})
+TRIED = frozenset({SplitMode.TENSOR, SplitMode.ROW})
 """Modes whose failures do not return. A load in another mode returns NULL where it cannot be."""
 
 
@@ -78,7 +78,7 @@ class Checker:
         findings = judge(None)
         if force:
             return rules.refused(f for f in findings if not f.settled_by_probe)
-        if self._prober is None or target.mode not in _TRIED or not rules.worth_a_try(findings):
+        if self._prober is None or target.mode not in TRIED or not rules.worth_a_try(findings):
             return rules.refused(findings)
         verdict = self._prober(self._facts.path, target, self._facts)
         if verdict.verdict is Verdict.INCONCLUSIVE:
@@ -90,4 +90,4 @@ class Checker:
         return rules.refused(judge(verdict))
 
 
-__all__ = ["Checker", "Prober"]
+__all__ = ["TRIED", "Checker", "Prober"]
