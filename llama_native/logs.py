@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_LEVEL_CONTINUE = 5
+LEVEL_DEBUG = 1
+"""Source: ggml.h, GGML_LOG_LEVEL_DEBUG."""
+LEVEL_CONTINUES = 5
 """Source: ggml.h, GGML_LOG_LEVEL_CONT: the text continues the line before."""
 
 
 class LogTail:
-    """The last lines that the library logged.
+    """The last lines that the library logged; debug lines do not get here.
 
     Thread: safe; the library logs from threads of its own.
     """
@@ -72,4 +74,4 @@ class LogTail:
         return stop
 
 
-__all__ = ["LogTail"]
+__all__ = ["LEVEL_CONTINUES", "LEVEL_DEBUG", "LogTail"]
