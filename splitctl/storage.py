@@ -23,8 +23,10 @@ from splitctl.slot import Slot
 
 if TYPE_CHECKING:
     from splitctl.core import Core
+    from splitctl.facts import ModelFacts
     from splitctl.sequence import SequenceCarry
-    from splitctl.switching.effects import Effects, Sealed
+    from splitctl.switching.effects import Effects
+    from splitctl.switching.sealing import Sealed
 
 _HARMLESS = frozenset({"build", "n_seq_max"})
 """Differences of representation that the library's own reader judges: the bytes decide, not the name of the build."""
@@ -108,6 +110,7 @@ class Storage:
                 file_bytes=facts.file_bytes,
                 architecture=facts.architecture,
                 n_vocab=core.n_vocab,
+                rope=rope_settings(facts),
                 adapters=tuple((one.xxh3_128, one.scale) for one in self._adapters()),
             ),
             Representation(
@@ -148,4 +151,11 @@ class Storage:
         return sampler
 
 
-__all__ = ["Storage"]
+def rope_settings(facts: ModelFacts) -> tuple[tuple[str, str], ...]:
+    """Return the header's scalar rope settings as a fingerprint has them: name and value as text, sorted by name."""
+    return tuple(
+        sorted((key.split(".rope.", 1)[1], str(value)) for key, value in facts.rope if not isinstance(value, tuple))
+    )
+
+
+__all__ = ["Storage", "rope_settings"]
