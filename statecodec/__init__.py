@@ -25,18 +25,13 @@ from statecodec.errors import (
 from statecodec.facts import ModelFacts
 from statecodec.image import (
     AttentionSection,
-    Cells,
-    Columns,
     Content,
     Media,
     OpaqueSection,
     Outputs,
     RecurrentLayer,
     RecurrentSection,
-    Rotation,
-    Rows,
     Section,
-    Span,
     StateImage,
     Stream,
     Tokens,
@@ -46,6 +41,7 @@ from statecodec.limits import DEFAULT_LIMITS, Limits
 from statecodec.parse import parse
 from statecodec.tensor_types import TensorType
 from statecodec.validate import validate
+from statecodec.views import Cells, Columns, Rotation, Rows, Span
 
 __all__ = [
     "DEFAULT_LIMITS",

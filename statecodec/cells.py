@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from statecodec.cursor import Cursor
 from statecodec.errors import BadField, LimitExceeded
-from statecodec.image import Cells
 from statecodec.layouts import EXT_DTYPES
 from statecodec.limits import Limits
+from statecodec.views import Cells
 
 _HEADER_BYTES = 8
 _FIRST_WINDOW = 256
@@ -93,15 +93,22 @@ def _read_run(cursor: Cursor, left: int, rule: CellRule, where: str, *, first: b
     dtype = record_dtype(rule.ext_bytes, n_seq_id)
     # All cells alike is the usual case; after a change short windows keep the whole walk linear.
     window = left if first else min(left, _FIRST_WINDOW)
-    differs = np.flatnonzero(cursor.peek_records(dtype, window)["n_seq_id"] != n_seq_id)
-    while not len(differs) and window < left:
+    length = _alike(cursor, dtype, window, n_seq_id)
+    while length == window < left:
         window = min(left, window * 4)
-        differs = np.flatnonzero(cursor.peek_records(dtype, window)["n_seq_id"] != n_seq_id)
-    length = int(differs[0]) if len(differs) else left
+        length = _alike(cursor, dtype, window, n_seq_id)
     start = cursor.offset
-    run = cursor.records(dtype, length, f"{where} cells")
+    # Where not one whole record is left, asking for one says so.
+    run = cursor.records(dtype, max(length, 1), f"{where} cells")
     _check_run(run, start, where)
     return run
+
+
+def _alike(cursor: Cursor, dtype: np.dtype[Any], window: int, n_seq_id: int) -> int:
+    """How many of the next `window` records have that count; one that the bytes cut off is left to the next run."""
+    seen = cursor.peek_records(dtype, window)
+    differs = np.flatnonzero(seen["n_seq_id"] != n_seq_id)
+    return int(differs[0]) if len(differs) else len(seen)
 
 
 def _check_run(run: npt.NDArray[Any], start: int, where: str) -> None:
@@ -112,12 +119,14 @@ def _check_run(run: npt.NDArray[Any], start: int, where: str) -> None:
         index = int(negative[0])
         raise BadField(start + index * size, f"{where} cell pos", int(run["pos"][index]), "0 or more")
     names = run.dtype.names or ()
-    if "ext" in names and "token" in (run.dtype["ext"].names or ()):
-        bad = np.flatnonzero(run["ext"]["token"] < -1)
-        if len(bad):
-            index = int(bad[0])
-            found = int(run["ext"]["token"][index])
-            raise BadField(start + index * size + _HEADER_BYTES, f"{where} cell token", found, "-1 or more")
+    if "ext" in names:
+        # Places in an image count from 0; the token is the null token (-1) where an image stands.
+        for number, (word, least) in enumerate(zip(run.dtype["ext"].names or (), (0, 0, -1), strict=False)):
+            bad = np.flatnonzero(run["ext"][word] < least)
+            if len(bad):
+                index = int(bad[0])
+                at = start + index * size + _HEADER_BYTES + 4 * number
+                raise BadField(at, f"{where} cell {word}", int(run["ext"][word][index]), f"{least} or more")
     if "seq_id" not in names:
         return
     ids = run["seq_id"]

@@ -46,25 +46,27 @@ class Cursor:
     Args:
         data: the whole buffer; see `view`.
         offset: where to start, in bytes.
+        progress: parts that were understood on the way here; of failed readings the one with most of them is reported.
 
     Lifetime:
         Borrows the buffer.
     """
 
-    __slots__ = ("_data", "offset")
+    __slots__ = ("_data", "offset", "progress")
 
-    def __init__(self, data: memoryview, offset: int = 0) -> None:
+    def __init__(self, data: memoryview, offset: int = 0, progress: int = 0) -> None:
         """Start at `offset`."""
         self._data = data
         self.offset = offset
+        self.progress = progress
 
     def fork(self) -> Cursor:
         """Another cursor at the same place, so that an alternative can be tried and given up."""
-        return Cursor(self._data, self.offset)
+        return Cursor(self._data, self.offset, self.progress)
 
     def until(self, end: int) -> Cursor:
         """Another cursor at the same place whose buffer ends at `end`, so that a record cannot leave its own bytes."""
-        return Cursor(self._data[:end], self.offset)
+        return Cursor(self._data[:end], self.offset, self.progress)
 
     @property
     def remaining(self) -> int:

@@ -9,17 +9,9 @@ import numpy as np
 
 from statecodec.cells import pack_cells
 from statecodec.envelope import SEQUENCE_FILE_MAGIC, SEQUENCE_MAGIC, SESSION_FILE_MAGIC
-from statecodec.image import (
-    AttentionSection,
-    Columns,
-    OpaqueSection,
-    RecurrentSection,
-    Rows,
-    Section,
-    StateImage,
-    Stream,
-)
+from statecodec.image import AttentionSection, OpaqueSection, RecurrentSection, Section, StateImage, Stream
 from statecodec.layouts import Form
+from statecodec.views import Columns, Rows
 
 Chunk = bytes | memoryview
 

@@ -42,6 +42,7 @@ class Envelope:
         version_word: the version word, in files.
         tokens: the token array, in files.
         source_seq_id: the source's id, in prefixed sequence blobs.
+        family: how likely this is from the outset; see `Failures.note`.
     """
 
     form: Form
@@ -50,6 +51,7 @@ class Envelope:
     version_word: int | None = None
     tokens: Tokens | None = None
     source_seq_id: int | None = None
+    family: int = 0
 
 
 def envelopes(cursor: Cursor, limits: Limits, failures: Failures) -> Iterator[Envelope]:
@@ -90,10 +92,10 @@ def _bare(cursor: Cursor, limits: Limits, failures: Failures) -> Iterator[Envelo
     try:
         name = _architecture(head, limits)
     except StateFormatError as error:
-        failures.note(error)
+        failures.note(error, stage=0, progress=0, family=0, depth=error.offset)
     else:
         yield Envelope(Form.CONTEXT, head, architecture=name)
-    yield Envelope(Form.SEQUENCE, cursor.fork())
+    yield Envelope(Form.SEQUENCE, cursor.fork(), family=8)
 
 
 def _file_header(cursor: Cursor, words: set[int], limits: Limits) -> tuple[int, Tokens]:

@@ -16,7 +16,8 @@ class ModelFacts:
         sections: the memory's parts in order, as "attention" and "recurrent"; () for no memory at all.
         n_layer: layers of the model; no section may have more.
         has_ext: whether cells carry an extra record (more than one position per token, or n-gram heads).
-        has_v: whether the first attention section holds V (False for MLA).
+        has_v: whether each attention section holds V, in order (False for MLA and for indexers of K alone); sections
+            beyond the tuple's end are not checked.
         n_seq_max: sequences of the context; every id is below it.
         n_ctx: cells of the context over all streams; no stream may hold more.
         n_stream: streams of the context (1 when unified).
@@ -26,6 +27,7 @@ class ModelFacts:
         type_v: type of the V rows of attention sections.
         n_embd_k: values in a K row per layer that has one, of the first attention section; shape [n_layer].
         n_embd_v: values in a V row per layer that has one, of the first attention section; shape [n_layer].
+        n_recurrent: layers of the model that have a recurrent state.
         n_vocab: tokens in the vocabulary.
     """
 
@@ -33,7 +35,7 @@ class ModelFacts:
     sections: tuple[str, ...] | None = None
     n_layer: int | None = None
     has_ext: bool | None = None
-    has_v: bool | None = None
+    has_v: tuple[bool, ...] = ()
     n_seq_max: int | None = None
     n_ctx: int | None = None
     n_stream: int | None = None
@@ -43,6 +45,7 @@ class ModelFacts:
     type_v: TensorType | None = None
     n_embd_k: tuple[int, ...] | None = None
     n_embd_v: tuple[int, ...] | None = None
+    n_recurrent: int | None = None
     n_vocab: int | None = None
 
 

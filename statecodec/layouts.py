@@ -7,8 +7,10 @@ carries no version word, and several versions write the same bytes for many mode
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -221,6 +223,7 @@ class Grammar:
     has_tensors: bool = True
 
 
+@functools.lru_cache(maxsize=64)
 def patterns(facts: ModelFacts, form: Form) -> tuple[tuple[SectionKind, ...], ...]:
     """Orders of sections that are possible under the given facts, whole ones first."""
     if facts.sections is None:
@@ -231,9 +234,10 @@ def patterns(facts: ModelFacts, form: Form) -> tuple[tuple[SectionKind, ...], ..
     return (whole,)
 
 
+@functools.lru_cache(maxsize=64)
 def grammars(
-    layouts: Iterable[Layout], facts: ModelFacts, form: Form, *, prefixed: bool
-) -> dict[Grammar, frozenset[Layout]]:
+    layouts: tuple[Layout, ...], facts: ModelFacts, form: Form, *, prefixed: bool
+) -> Mapping[Grammar, frozenset[Layout]]:
     """Every distinct way to read that the layouts and the facts leave open.
 
     Args:
@@ -266,4 +270,4 @@ def grammars(
                 )
                 if facts.has_ext is None or facts.has_ext == (ext_bytes > 0):
                     shared.setdefault(grammar, set()).add(layout)
-    return {grammar: frozenset(members) for grammar, members in shared.items()}
+    return MappingProxyType({grammar: frozenset(members) for grammar, members in shared.items()})

@@ -5,13 +5,13 @@ Laws:
 2. Readings that mean the same are one image with several possible versions.
 3. If different meanings are left, the answer is `Ambiguous` and names the facts that would decide.
 4. An old attention cache with one late cell for each sequence is a recurrent state, whose bytes are the same.
-5. If none is left, the error is the failure that got furthest.
+5. If none is left, the error is the failure of the attempt that understood most.
 6. A file's version word never decides how it is read; a layout that does not go with the word is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -56,10 +56,10 @@ def parse(buffer: Buffer, *, facts: ModelFacts | None = None, limits: Limits = D
     failures = Failures()
     images: dict[_Meaning, StateImage] = {}
     for envelope in envelopes(Cursor(view(buffer)), limits, failures):
-        own = [layout for layout in LAYOUTS if _has_word(layout, envelope)]
+        own = tuple(layout for layout in LAYOUTS if _has_word(layout, envelope))
         found = _images(envelope, own, known, limits, failures)
         if not found and len(own) < len(LAYOUTS):
-            others = _images(envelope, set(LAYOUTS).difference(own), known, limits, Failures())
+            others = _images(envelope, tuple(other for other in LAYOUTS if other not in own), known, limits, Failures())
             _refuse_other_layout(envelope, own, others)
         images.update(found)
     return _only(list(images.values()), failures)
@@ -71,7 +71,7 @@ def _has_word(layout: Layout, envelope: Envelope) -> bool:
     return envelope.version_word in {None, word}
 
 
-def _refuse_other_layout(envelope: Envelope, own: Iterable[Layout], others: dict[_Meaning, StateImage]) -> None:
+def _refuse_other_layout(envelope: Envelope, own: tuple[Layout, ...], others: dict[_Meaning, StateImage]) -> None:
     """A sound payload of another layout than the version word says: a fork's file, or a patched one.
 
     Raises:
@@ -84,7 +84,7 @@ def _refuse_other_layout(envelope: Envelope, own: Iterable[Layout], others: dict
 
 
 def _images(
-    envelope: Envelope, layouts: Iterable[Layout], facts: ModelFacts, limits: Limits, failures: Failures
+    envelope: Envelope, layouts: tuple[Layout, ...], facts: ModelFacts, limits: Limits, failures: Failures
 ) -> dict[_Meaning, StateImage]:
     """The distinct meanings that some layouts give."""
     images: dict[_Meaning, StateImage] = {}
@@ -107,12 +107,17 @@ def _readings(
 ) -> Iterator[StateImage]:
     """Every sound image that one grammar gives."""
     accepted = patterns(facts, envelope.form)
-    trial = Trial(grammar, limits, accepted, failures)
+    # Layouts of 2025 are rare today, and their loose beginnings let other bytes pass for a while.
+    is_old = grammar.has_outputs or not grammar.has_streams
+    family = envelope.family + 4 * is_old + (grammar.ext_bytes > 0)
+    # In sequence forms the first section may be the second one of the model, if the state is partial.
+    has_v = () if envelope.form.is_sequence else facts.has_v
+    trial = Trial(grammar, limits, accepted, failures, family, has_v)
     cursor = envelope.cursor.fork()
     try:
         outputs = read_outputs(cursor, limits) if grammar.has_outputs else None
     except StateFormatError as error:
-        failures.note(error)
+        trial.note(error, cursor)
         return
     for sections in read_sections(trial, cursor):
         image = StateImage(
@@ -131,7 +136,7 @@ def _readings(
             check_laws(image)
             check_facts(image, facts)
         except StateFormatError as error:
-            failures.note(error, stage=1)
+            failures.note(error, stage=1, progress=0, family=trial.family, depth=error.offset)
             continue
         yield image
 

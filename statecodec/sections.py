@@ -12,47 +12,40 @@ from dataclasses import dataclass, field
 from statecodec.cells import CellRule, min_cell_bytes, read_cells
 from statecodec.cursor import Cursor
 from statecodec.errors import BadField, Inconsistent, LimitExceeded, StateFormatError, TrailingBytes, Truncated
-from statecodec.image import (
-    AttentionSection,
-    Cells,
-    Columns,
-    OpaqueSection,
-    RecurrentLayer,
-    RecurrentSection,
-    Rotation,
-    Rows,
-    Section,
-    Stream,
-)
+from statecodec.image import AttentionSection, OpaqueSection, RecurrentLayer, RecurrentSection, Section, Stream
 from statecodec.layouts import OPAQUE_MAGICS, ROTATION_MIN_BLOCK, Grammar, SectionKind
 from statecodec.limits import Limits
 from statecodec.tensor_types import TYPE_TABLE, TYPES_BY_ID, TensorType
+from statecodec.views import Cells, Columns, Rotation, Rows
 
 _SECTION_MIN_BYTES = 8
 
 
 @dataclass(slots=True)
 class Failures:
-    """Keeps the failure that got furthest: the best guess at what is wrong when no reading survives."""
+    """Keeps the failure of the best attempt: the best guess at what is wrong when no reading survives."""
 
     best: StateFormatError | None = None
-    _depth: tuple[int, int] = (-1, -1)
+    _rank: tuple[int, int, int, int] = (-1, 0, 0, 0)
 
-    def note(self, error: StateFormatError, *, stage: int = 0, depth: int | None = None) -> None:
-        """Keep `error` if it got further than what is kept.
+    def note(self, error: StateFormatError, *, stage: int, progress: int, family: int, depth: int) -> None:
+        """Keep `error` if its attempt was better than the one that is kept.
 
         Args:
             error: the failure.
             stage: 0 while reading, 1 for a law over a reading that consumed everything.
-            depth: how far it got, in bytes; its own offset unless said.
+            progress: parts that had been understood.
+            family: how likely such an attempt is from the outset, 0 the likeliest; a wrong one can get further in
+                bytes before it fails, so offsets are compared within a family only.
+            depth: how far it got, in bytes.
         """
-        reached = (stage, error.offset if depth is None else depth)
-        if reached > self._depth:
+        rank = (stage, progress, -family, depth)
+        if rank > self._rank:
             self.best = error
-            self._depth = reached
+            self._rank = rank
 
     def worst(self) -> StateFormatError:
-        """The failure that got furthest, to be raised when no reading survived."""
+        """The failure to raise when no reading survived."""
         return self.best or TrailingBytes(0, "the state", "no reading", "a state")
 
 
@@ -65,6 +58,8 @@ class Trial:
         limits: upper bounds.
         patterns: orders of sections that are accepted.
         failures: where failures are noted; shared by all attempts.
+        family: how likely this attempt is from the outset; see `Failures.note`.
+        has_v: whether each attention section holds V, as far as that is known.
         n_steps: alternatives tried so far.
     """
 
@@ -72,8 +67,22 @@ class Trial:
     limits: Limits
     patterns: tuple[tuple[SectionKind, ...], ...]
     failures: Failures
+    family: int = 0
+    has_v: tuple[bool, ...] = ()
     n_steps: int = 0
     _cells: dict[tuple[int, int], tuple[Cells, int]] = field(default_factory=dict)
+
+    def note(self, error: StateFormatError, place: Cursor, *, unlikely: int = 0, beyond: int = 0) -> None:
+        """Keep a failure of this attempt.
+
+        Args:
+            error: the failure.
+            place: the cursor that failed.
+            unlikely: how much less likely than attention the part is that was looked for.
+            beyond: bytes by which it counts as further than its own offset.
+        """
+        family = self.family + unlikely
+        self.failures.note(error, stage=0, progress=place.progress, family=family, depth=error.offset + beyond)
 
     def step(self, offset: int) -> None:
         """Count one alternative.
@@ -124,35 +133,41 @@ def read_sections(trial: Trial, cursor: Cursor, done: tuple[SectionKind, ...] = 
             yield ()
         else:
             wanted = "one of: " + ", ".join(kind.value for kind in kinds)
-            trial.failures.note(Truncated(cursor.offset, f"section {len(done)}", "the end of the bytes", wanted))
+            trial.note(Truncated(cursor.offset, f"section {len(done)}", "the end of the bytes", wanted), cursor)
         return
     trial.step(cursor.offset)
     if not kinds or cursor.remaining < _SECTION_MIN_BYTES:
-        error = TrailingBytes(cursor.offset, "end of the state", f"{cursor.remaining} bytes more", "the end")
-        trial.failures.note(error)
+        trial.note(_trailing(cursor), cursor, beyond=_SECTION_MIN_BYTES)
         return
     for kind in kinds:
-        for section, after in _READERS[kind](trial, cursor, f"section {len(done)}"):
+        for section, after in _READERS[kind](trial, cursor, done):
             for rest in read_sections(trial, after, (*done, kind)):
                 yield (section, *rest)
     if done in trial.patterns:
         # Junk behind a whole state fails in the first words of a section that is not there.
-        error = TrailingBytes(cursor.offset, "end of the state", f"{cursor.remaining} bytes more", "the end")
-        trial.failures.note(error, depth=cursor.offset + _SECTION_MIN_BYTES)
+        trial.note(_trailing(cursor), cursor, beyond=_SECTION_MIN_BYTES if done else 0)
+
+
+def _trailing(cursor: Cursor) -> TrailingBytes:
+    return TrailingBytes(cursor.offset, "end of the state", f"{cursor.remaining} bytes more", "the end")
 
 
 def _continues(pattern: tuple[SectionKind, ...], done: tuple[SectionKind, ...]) -> bool:
     return len(pattern) > len(done) and pattern[: len(done)] == done
 
 
-def _read_attention(trial: Trial, cursor: Cursor, where: str) -> Iterator[tuple[Section, Cursor]]:
-    for has_v in (True, False):
+def _read_attention(trial: Trial, cursor: Cursor, done: tuple[SectionKind, ...]) -> Iterator[tuple[Section, Cursor]]:
+    index = done.count(SectionKind.ATTENTION)
+    for has_v in trial.has_v[index : index + 1] or (True, False):
         after = cursor.fork()
         try:
-            section = _attention(trial, after, where, has_v=has_v)
+            section = _attention(trial, after, f"section {len(done)}", has_v=has_v)
         except StateFormatError as error:
-            trial.failures.note(error)
+            trial.note(error, after)
             continue
+        if section.n_layers and not has_v:
+            # Caches without V are rare: where V is damaged, that is the better guess than bytes behind the end.
+            after.progress -= 1
         yield section, after
         if not section.n_layers:
             # Without layers there is no V to be there or not: the second reading would be the same.
@@ -195,6 +210,7 @@ def _stream(trial: Trial, cursor: Cursor, where: str, *, has_v: bool) -> Stream 
     if not count and trial.grammar.has_streams:
         return None
     cells = trial.cells(cursor, count, rule, where)
+    cursor.progress += count > 0
     at = cursor.offset
     v_trans = cursor.u32(f"{where} v_trans")
     if v_trans > 1:
@@ -245,6 +261,7 @@ def _row_size(cursor: Cursor, where: str, kind: TensorType, limits: Limits, *, m
     block = TYPE_TABLE[kind].block_bytes
     if size % block or not (size or may_be_empty):
         raise Inconsistent(at, f"{where} row bytes", size, f"a multiple of {block}, as the type {kind.name} has it")
+    cursor.progress += 1
     return size
 
 
@@ -262,6 +279,7 @@ def _columns(trial: Trial, cursor: Cursor, n_cells: int, where: str) -> Columns:
     n_values = cursor.count(f"{where} n_embd_v", trial.limits.row_bytes // element_bytes)
     if not n_values:
         raise BadField(at, f"{where} n_embd_v", n_values, "1 or more")
+    cursor.progress += 1
     data = trial.row_span(cursor, n_values * n_cells * element_bytes, f"{where} values")
     return Columns(start, kind, n_values, data)
 
@@ -275,15 +293,17 @@ class _Link:
     after: Cursor
 
 
-def _read_recurrent(trial: Trial, cursor: Cursor, where: str) -> Iterator[tuple[Section, Cursor]]:
+def _read_recurrent(trial: Trial, cursor: Cursor, done: tuple[SectionKind, ...]) -> Iterator[tuple[Section, Cursor]]:
+    where = f"section {len(done)}"
+    start = cursor.offset
+    head = cursor.fork()
     try:
-        start = cursor.offset
-        head = cursor.fork()
         limits = trial.limits
         # A recurrent cell never has the extra record, whatever attention cells of the same model have.
         rule = trial.cell_rule(0, trial.grammar.recurrent_ids)
         count = head.count(f"{where} cell count", limits.n_cells, item_bytes=min_cell_bytes(rule))
         cells = trial.cells(head, count, rule, where)
+        head.progress += count > 0
         at = head.offset
         s_trans = head.u32(f"{where} s_trans")
         if s_trans:
@@ -293,7 +313,7 @@ def _read_recurrent(trial: Trial, cursor: Cursor, where: str) -> Iterator[tuple[
         if not n_layer:
             raise BadField(at, f"{where} n_layer", n_layer, "1 or more, as every layer of the model counts")
     except StateFormatError as error:
-        trial.failures.note(error)
+        trial.note(error, head, unlikely=1)
         return
     for chain, after in _chains(trial, head, count, n_layer, where):
         for layers, end in _split(trial, chain, after, count, n_layer, where):
@@ -318,19 +338,19 @@ def _chains(
 def _grow(trial: Trial, chain: tuple[_Link, ...], place: Cursor, count: int, where: str) -> Iterator[_Link]:
     """The next R rows, without and then with a second history behind them."""
     name = f"{where} recurrent layer {len(chain)}"
+    after = place.fork()
     try:
-        after = place.fork()
         rows = _rows(trial, after, count, f"{name} R", may_be_empty=True)
         if chain:
             _same(rows, chain[0].rows, f"{name} R")
     except StateFormatError as error:
-        trial.failures.note(error)
+        trial.note(error, after, unlikely=1)
         return
     yield _Link(rows, None, after)
     if not trial.grammar.has_history:
         return
+    behind = after.fork()
     try:
-        behind = after.fork()
         start = behind.offset
         size = _row_size(behind, f"{name} history", rows.kind, trial.limits, may_be_empty=False)
         history = Rows(start, rows.kind, size, trial.row_span(behind, count * size, f"{name} history"))
@@ -338,7 +358,7 @@ def _grow(trial: Trial, chain: tuple[_Link, ...], place: Cursor, count: int, whe
         if first is not None:
             _same(history, first, f"{name} history")
     except StateFormatError as error:
-        trial.failures.note(error)
+        trial.note(error, behind, unlikely=1)
         return
     yield _Link(rows, history, behind)
 
@@ -359,8 +379,8 @@ def _split(
     and perhaps one entry more that is really the start of the next section.
     """
     if len(chain) <= n_layer:
+        end = after.fork()
         try:
-            end = after.fork()
             states: list[Rows] = []
             for index in range(len(chain)):
                 rows = _rows(trial, end, count, f"{where} recurrent layer {index} S", may_be_empty=True)
@@ -368,7 +388,7 @@ def _split(
                     _same(rows, states[0], f"{where} recurrent layer {index} S")
                 states.append(rows)
         except StateFormatError as error:
-            trial.failures.note(error)
+            trial.note(error, end, unlikely=1)
         else:
             yield tuple(RecurrentLayer(link.rows, link.history, s) for link, s in zip(chain, states, strict=True)), end
     for k in sorted({len(chain) // 2, (len(chain) - 1) // 2} - {len(chain), -1}, reverse=True):
@@ -378,20 +398,22 @@ def _split(
             yield tuple(RecurrentLayer(r.rows, r.history, s.rows) for r, s in pairs), halves[1][-1].after.fork()
 
 
-def _read_opaque(trial: Trial, cursor: Cursor, where: str) -> Iterator[tuple[Section, Cursor]]:
+def _read_opaque(trial: Trial, cursor: Cursor, done: tuple[SectionKind, ...]) -> Iterator[tuple[Section, Cursor]]:
+    where = f"section {len(done)}"
     after = cursor.fork()
     start = after.offset
     magic = after.u32(f"{where} magic")
     name = OPAQUE_MAGICS.get(magic)
     if name is None:
         known = ", ".join(f"{number:#x}" for number in OPAQUE_MAGICS)
-        trial.failures.note(BadField(start, f"{where} magic", f"{magic:#x}", known))
+        trial.note(BadField(start, f"{where} magic", f"{magic:#x}", known), cursor, unlikely=2)
         return
     whole = cursor.fork()
     yield OpaqueSection(start, name, whole.span(whole.remaining, where)), whole
 
 
-_READERS: dict[SectionKind, Callable[[Trial, Cursor, str], Iterator[tuple[Section, Cursor]]]] = {
+_Reader = Callable[[Trial, Cursor, tuple[SectionKind, ...]], Iterator[tuple[Section, Cursor]]]
+_READERS: dict[SectionKind, _Reader] = {
     SectionKind.ATTENTION: _read_attention,
     SectionKind.RECURRENT: _read_recurrent,
     SectionKind.OPAQUE: _read_opaque,

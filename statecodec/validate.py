@@ -10,17 +10,9 @@ import numpy as np
 
 from statecodec.errors import Inconsistent
 from statecodec.facts import NO_FACTS, ModelFacts
-from statecodec.image import (
-    AttentionSection,
-    Cells,
-    Columns,
-    Content,
-    OpaqueSection,
-    RecurrentSection,
-    Rows,
-    StateImage,
-)
+from statecodec.image import AttentionSection, Content, OpaqueSection, RecurrentSection, StateImage
 from statecodec.tensor_types import TensorType
+from statecodec.views import Cells, Columns, Rows
 
 
 def validate(image: StateImage, facts: ModelFacts | None = None) -> None:
@@ -97,10 +89,14 @@ def check_facts(image: StateImage, facts: ModelFacts) -> None:
             _check_attention(section, facts, f"section {index}")
         elif isinstance(section, RecurrentSection):
             _check_recurrent(section, facts, f"section {index}")
-    first = next((section for section in image.sections if isinstance(section, AttentionSection)), None)
+    caches = [section for section in image.sections if isinstance(section, AttentionSection)]
     # A partial state lacks the main cache, which these facts are about.
-    if first is not None and image.content is not Content.PARTIAL:
-        _check_first_attention(first, facts)
+    if caches and image.content is not Content.PARTIAL:
+        _check_first_attention(caches[0], facts)
+        for index, (section, has_v) in enumerate(zip(caches, facts.has_v, strict=False)):
+            for number, stream in section.filled():
+                if stream.keys:
+                    _expect(stream.offset, f"cache {index} stream {number} V", bool(stream.values), has_v)
 
 
 def _expect(offset: int, what: str, found: object, wanted: object) -> None:
@@ -144,6 +140,8 @@ def _check_recurrent(section: RecurrentSection, facts: ModelFacts, where: str) -
     _check_ids(section.cells, facts, where)
     if facts.n_layer is not None:
         _at_most(section.offset, f"{where} n_layer", section.n_layer, facts.n_layer)
+    if facts.n_recurrent is not None:
+        _expect(section.offset, f"{where} recurrent layers", section.n_layers, facts.n_recurrent)
     _at_most(section.offset, f"{where} cells", section.n_cells, facts.n_seq_max)
 
 
@@ -151,8 +149,6 @@ def _check_first_attention(section: AttentionSection, facts: ModelFacts) -> None
     """Facts about rows are of the main cache, which comes first."""
     for number, stream in section.filled():
         place = f"section 0 stream {number}"
-        if facts.has_v is not None and stream.keys:
-            _expect(stream.offset, f"{place} V", bool(stream.values), facts.has_v)
         if facts.n_embd_k is not None:
             _expect(stream.offset, f"{place} values of K rows", _widths(stream.keys), facts.n_embd_k)
         if facts.n_embd_v is not None and stream.values:
