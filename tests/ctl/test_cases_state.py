@@ -1,6 +1,6 @@
 """Real reports about state (rows S), each with the right answer; on the stub library.
 
-The rows that need a real model or a real build are in `test_cases_real.py`.
+The rows that need a real model or a real build are in `tests/real/test_cases.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-/* Defaults, devices, model files, placing weights on devices, vocabulary, adapters, the split-mode calls. */
+/* Defaults, devices, model files, placing weights on devices. */
 #define _GNU_SOURCE
 #include "stub.h"
 
@@ -285,7 +285,7 @@ static bool read_header(struct model *model, const uint8_t *bytes, size_t n) {
 }
 #endif
 
-static uint8_t *read_start(const char *path, size_t *n, int64_t *n_bytes) {
+uint8_t *stub_read_start(const char *path, size_t *n, int64_t *n_bytes) {
     enum { ROOM = 8 << 20 };
     FILE *file = fopen(path, "rb");
     if (!file) return NULL;
@@ -326,7 +326,7 @@ API struct model *llama_model_load_from_file(const char *path, struct model_para
         goto failed;
     }
     size_t n = 0;
-    uint8_t *bytes = read_start(path, &n, &model->n_bytes);
+    uint8_t *bytes = stub_read_start(path, &n, &model->n_bytes);
     if (!bytes) {
         stub_say(LOG_ERROR, "gguf_init_from_file: failed to open GGUF file '%s' (%s)\n", path, strerror(errno));
         goto failed;
@@ -413,129 +413,3 @@ API int32_t llama_model_decoder_start_token(const struct model *model) { (void) 
 API bool llama_model_is_recurrent(const struct model *model) { (void) model; return stub_setting("model", "recurrent", 0); }
 API bool llama_model_is_hybrid(const struct model *model) { (void) model; return stub_setting("model", "hybrid", 0); }
 API bool llama_model_is_diffusion(const struct model *model) { (void) model; return false; }
-
-/* ---- vocabulary: the 256 bytes, then <bos> <eos> <eot> <pad> ---- */
-
-static const char *const specials[] = {"<bos>", "<eos>", "<eot>", "<pad>"};
-
-API int32_t llama_vocab_n_tokens(const void *vocab) { (void) vocab; return N_VOCAB; }
-API int llama_vocab_type(const void *vocab) { (void) vocab; return 2; }
-API bool llama_vocab_is_eog(const void *vocab, int32_t token) { (void) vocab; return token == TOKEN_EOS || token == TOKEN_EOT; }
-API bool llama_vocab_is_control(const void *vocab, int32_t token) { (void) vocab; return token >= N_BYTES; }
-API int32_t llama_vocab_bos(const void *vocab) { (void) vocab; return TOKEN_BOS; }
-API int32_t llama_vocab_eos(const void *vocab) { (void) vocab; return TOKEN_EOS; }
-API int32_t llama_vocab_eot(const void *vocab) { (void) vocab; return TOKEN_EOT; }
-API bool llama_vocab_get_add_bos(const void *vocab) { (void) vocab; return true; }
-
-API int32_t llama_tokenize(const void *vocab, const char *text, int32_t n, int32_t *out, int32_t room, bool add_special,
-                           bool parse_special) {
-    (void) vocab;
-    int32_t made = 0;
-    if (add_special && made++ < room) out[0] = TOKEN_BOS;
-    for (int32_t i = 0; i < n;) {
-        int32_t token = (uint8_t) text[i], length = 1;
-        for (int s = 0; parse_special && s < 4; s++)
-            if (n - i >= 5 && !memcmp(text + i, specials[s], 5)) token = N_BYTES + s, length = 5;
-        if (made < room) out[made] = token;
-        made++;
-        i += length;
-    }
-    return made <= room ? made : -made;
-}
-
-API int32_t llama_token_to_piece(const void *vocab, int32_t token, char *out, int32_t room, int32_t lstrip, bool special) {
-    (void) vocab;
-    (void) lstrip;
-    if (token < 0 || token >= N_VOCAB) return 0;
-    if (token >= N_BYTES) {
-        if (!special) return 0;
-        if (room < 5) return -5;
-        memcpy(out, specials[token - N_BYTES], 5);
-        return 5;
-    }
-    if (room < 1) return -1;
-    *out = (char) token;
-    return 1;
-}
-
-/* ---- adapters: they change the logits by a hash of their file ---- */
-
-API struct adapter *llama_adapter_lora_init(struct model *model, const char *path) {
-    size_t n = 0;
-    int64_t n_bytes = 0;
-    stub_note("llama_adapter_lora_init model=%d path=%s", model->handle.id, path);
-    if (!stub_alive(&model->handle, "llama_adapter_lora_init")) return NULL;
-    uint8_t *bytes = stub_is(stub_fault("adapter", model->mode), "null") ? NULL : read_start(path, &n, &n_bytes);
-    if (!bytes || n < 4 || memcmp(bytes, "GGUF", 4)) {
-        stub_say(LOG_ERROR, "llama_adapter_lora_init: failed to apply lora adapter: %s\n", path);
-        free(bytes);
-        return NULL;
-    }
-    struct adapter *adapter = calloc(1, sizeof *adapter);
-    adapter->handle = (struct handle){stub_next_id("adapters"), true};
-    adapter->model = model;
-    adapter->next = model->adapters;
-    model->adapters = adapter;
-    adapter->hash = 0xcbf29ce484222325u;
-    for (size_t i = 0; i < n; i++) adapter->hash = (adapter->hash ^ bytes[i]) * 0x100000001b3u;
-    free(bytes);
-    stub_born("adapters");
-    return adapter;
-}
-
-API void llama_adapter_lora_free(struct adapter *adapter) {
-    stub_note("llama_adapter_lora_free adapter=%d", adapter ? adapter->handle.id : 0);
-    if (!adapter || !stub_alive(&adapter->handle, "llama_adapter_lora_free")) return;
-    adapter->handle.live = false;
-    stub_died("adapters");
-}
-
-API int32_t llama_set_adapters_lora(struct context *context, struct adapter **adapters, size_t n, float *scales) {
-    stub_note("llama_set_adapters_lora context=%d n=%zu", context->handle.id, n);
-    if (stub_is(stub_fault("set_adapters", context->model->mode), "fail")) return -1;
-    context->adapters_hash = 0;
-    for (size_t i = 0; i < n; i++) {
-        uint32_t bits;
-        if (!stub_alive(&adapters[i]->handle, "llama_set_adapters_lora")) return -1;
-        memcpy(&bits, &scales[i], 4);
-        context->adapters_hash = (context->adapters_hash ^ adapters[i]->hash ^ bits) * 0x100000001b3u;
-    }
-    return 0;
-}
-
-/* ---- the split-mode calls of builds that have them ---- */
-
-#ifdef STUB_NATIVE_SPLIT
-API const char *llama_split_mode_name(int mode) { return stub_mode_name(mode); }
-API int llama_model_get_split_mode(const struct model *model) { return model->mode; }
-
-API bool llama_model_set_split_mode(struct model *model, int mode, const float *tensor_split) {
-    int64_t shares[MAX_DEVICES];
-    stub_note("llama_model_set_split_mode model=%d mode=%d tensor_split=%s", model->handle.id, mode,
-              tensor_split ? "given" : "null");
-    if (!stub_alive(&model->handle, "llama_model_set_split_mode") || mode < 0 || mode >= N_MODES) return false;
-    if (model->n_contexts > 1) return false;
-    stub_unplace(model->devices, model->n_devices, model->weights);
-    if (stub_is(stub_fault("native", mode), "fail") ||
-        (stub_share_weights(model, mode, tensor_split, shares),
-         !stub_place(model->devices, model->n_devices, shares, MODE_LAYER))) {
-        stub_say(LOG_ERROR, "llama_model_set_split_mode: %s does not fit, back in %s\n", stub_mode_name(mode),
-                 stub_mode_name(model->mode));
-        stub_place(model->devices, model->n_devices, model->weights, model->mode);
-        return false;
-    }
-    stub_set_mode(model, mode, shares);
-    return true;
-}
-
-API bool llama_context_set_split_mode(struct context *context, int mode, const float *tensor_split) {
-    stub_note("llama_context_set_split_mode context=%d mode=%d tensor_split=%s", context->handle.id, mode,
-              tensor_split ? "given" : "null");
-    if (!stub_alive(&context->handle, "llama_context_set_split_mode") || context->adapters_hash) return false;
-    /* success or not, the memory is made anew: a handle taken before is stale */
-    context->memory->stale = true;
-    context->memory = calloc(1, sizeof *context->memory);
-    context->memory->context = context;
-    return llama_model_set_split_mode(context->model, mode, tensor_split);
-}
-#endif

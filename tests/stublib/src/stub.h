@@ -212,9 +212,11 @@ int stub_next_id(const char *kind);
 void stub_born(const char *kind);
 void stub_died(const char *kind);
 
-/* ---- model.c, context.c, state.c ---- */
+/* ---- model.c, vocab.c, adapters.c, context.c, state.c ---- */
 
 struct device *stub_device(const char *name);
+/* The first bytes of a file (to be freed), NULL where it cannot be read. */
+uint8_t *stub_read_start(const char *path, size_t *n, int64_t *n_bytes);
 bool stub_place(struct device *const *devices, int n, const int64_t *shares, int mode);
 void stub_unplace(struct device *const *devices, int n, const int64_t *shares);
 bool stub_share_weights(struct model *model, int mode, const float *tensor_split, int64_t *shares);
