@@ -57,19 +57,23 @@ def _greedy_choice(ffi: cffi.FFI, lib: Any) -> int:
 
 
 def _penalised(ffi: cffi.FFI, lib: Any, *, n_vocab_first: bool) -> bool | None:
-    """Tell whether a penalty over the last token does lower its logit; None where the build has none."""
+    """Tell whether a window of one token lowers the logit of the last token alone; None where the build has none.
+
+    A build with the shorter prototype takes n_vocab for the window, and then looks back on both tokens.
+    """
     if not hasattr(lib, "llama_sampler_init_penalties"):
         return None
-    arguments = (3, 4, 2.0, 0.0, 0.0) if n_vocab_first else (4, 2.0, 0.0, 0.0)
+    arguments = (3, 1, 2.0, 0.0, 0.0) if n_vocab_first else (1, 2.0, 0.0, 0.0)
     sampler = lib.llama_sampler_init_penalties(*arguments)
     if not sampler:
         return False
-    lib.llama_sampler_accept(sampler, 2)
+    for token in (2, 0):
+        lib.llama_sampler_accept(sampler, token)
     array, _keep = _candidates(ffi, (1.0, 1.0, 1.0))
     lib.llama_sampler_apply(sampler, array)
     lib.llama_sampler_free(sampler)
     seen = {int(array.data[i].id): float(array.data[i].logit) for i in range(array.size)}
-    return seen == {0: 1.0, 1: 1.0, 2: 0.5}
+    return seen == {0: 0.5, 1: 1.0, 2: 1.0}
 
 
 def _draws_on_single(ffi: cffi.FFI, lib: Any) -> bool:

@@ -310,6 +310,13 @@ def test_b11_bound_prototypes_match_the_installed_headers(cache_dir: Path) -> No
     assert len(set(prototypes(bound)) & set(prototypes(header))) > 80
 
 
+def test_b11_a_prototype_with_an_argument_less_is_noticed() -> None:
+    """A build of a known layout whose penalties take no n_vocab is refused: it would take it for the window."""
+    answer = run_child(child_layout, build(Variant.OLD_PENALTIES)).value()
+    assert answer.startswith("refused")
+    assert "llama_sampler_init_penalties" in answer
+
+
 # -- B13: a fork after the library was opened --------------------------------------------------------------------------
 
 
