@@ -9,7 +9,7 @@ import numpy as np
 
 from statecodec.cells import pack_cells
 from statecodec.envelope import SEQUENCE_FILE_MAGIC, SEQUENCE_MAGIC, SESSION_FILE_MAGIC
-from statecodec.image import AttentionSection, OpaqueSection, RecurrentSection, Section, StateImage, Stream
+from statecodec.image import AttentionSection, RecurrentSection, Section, StateImage, Stream
 from statecodec.layouts import Form
 from statecodec.views import Columns, Rows
 
@@ -63,7 +63,7 @@ def _section(section: Section) -> Iterator[Chunk]:
                     yield from _stream(stream)
         case RecurrentSection():
             yield from _recurrent(section)
-        case OpaqueSection():
+        case _:
             yield section.data
 
 

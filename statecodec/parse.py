@@ -171,7 +171,7 @@ def _section_meaning(section: Section) -> _Meaning:
                 for layer in section.layers
             )
             return (section.kind, section.offset, len(section.cells), section.n_layer, layers)
-        case OpaqueSection():
+        case _:
             return (section.kind, section.offset, section.name)
 
 

@@ -79,3 +79,8 @@ def test_real_states_agree_with_their_settings() -> None:
         )
         spans = parse(golden(name), facts=facts).sequences()
         assert {seq: span.n_cells for seq, span in spans.items()} == dict(enumerate(told["n_tokens"]))
+
+
+def test_an_opaque_memory_is_not_compared() -> None:
+    """What is not understood cannot contradict the model."""
+    validate(parse(CASES["opaque"].data), ModelFacts(n_layer=1, n_seq_max=1, architecture="deepseek4"))
