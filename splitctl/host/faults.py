@@ -40,6 +40,9 @@ _FAULTS: tuple[tuple[type[Exception], Fault], ...] = (
     (SplitctlError, Fault.INTERNAL),
 )
 
+#: Reasons of a refusal that lie in a flag and not in the model or the build.
+_FLAG_REASONS = frozenset({"unknown-device", "tensor-split-too-long", "too-many-devices", "main-gpu-out-of-range"})
+
 _LOAD = "llama_model_load_from_file"
 _CONTEXT = "llama_init_from_model"
 
@@ -64,6 +67,9 @@ def failure_of(error: BaseException, *, model: Path | None = None) -> Failure:
     Returns:
         The failure; its message is for a person.
     """
+    if isinstance(error, Refused) and {reason.code for reason in error.reasons} & _FLAG_REASONS:
+        flags = "; ".join(reason.text for reason in error.reasons if reason.code in _FLAG_REASONS)
+        return Failure(Fault.CONFIG, type(error).__name__, flags)
     for kind, fault in _FAULTS:
         if isinstance(error, kind):
             return Failure(fault, type(error).__name__, _message(error, model))

@@ -15,6 +15,8 @@ _CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+_ENDS = {"bos_token": "<s>", "eos_token": "</s>"}
+
 
 def test_a_question_is_written_as_the_model_was_trained() -> None:
     """The template's default system message comes first, and the assistant's turn is opened."""
@@ -35,7 +37,7 @@ def test_a_system_message_replaces_the_default() -> None:
     [
         ("{{ bos_token }}|{{ eos_token }}", "<s>|</s>"),
         ("{%- if tools %}tools{% endif %}{{ documents is none }}", "True"),
-        ("{{ messages[0].content | tojson }}", '"<a href=\'x\'>é"'),
+        ("{{ messages[0].content | tojson }}", "\"<a href='x'>é\""),
         ("{{ {'b': 1, 'a': [1, 2]} | tojson(indent=1) }}", json.dumps({"b": 1, "a": [1, 2]}, indent=1)),
         ("{% generation %}inside{% endgeneration %}", "inside"),
         ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
@@ -48,8 +50,7 @@ def test_the_conventions_of_templates_hold(template: str, expected: str) -> None
     text = render(
         template,
         [Message("user", "<a href='x'>é")],
-        bos_token="<s>",
-        eos_token="</s>",
+        **_ENDS,
         now=lambda: dt.datetime(2026, 7, 26, tzinfo=dt.UTC),
     )
     assert text == expected
