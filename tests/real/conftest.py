@@ -1,6 +1,8 @@
 """Tests on one real build: run by tests/ctl/test_real_builds.py in a child for each (one library a process).
 
 By hand: SPLITCTL_TEST_LIBRARY=/path/to/libllama.so python -m pytest tests/real
+With SPLITCTL_TEST_RPC=HOST:PORT,HOST:PORT (tools/rpc_server.py) the devices are those of the servers; else one
+processor, named twice.
 """
 
 from __future__ import annotations
@@ -12,49 +14,66 @@ from pathlib import Path
 import pytest
 
 from llama_native import Library
-from splitctl import Placement, Session, SplitMode
+from splitctl import FlashAttn, Placement, SamplerSpec, Session, SplitMode
+from splitctl.facts import read_facts
 from splitctl.host.probes import Prober
+from splitctl.probing import VerdictCache
 
-DEVICES = ("CPU", "CPU")
+RPC = tuple(filter(None, os.environ.get("SPLITCTL_TEST_RPC", "").split(",")))
+DEVICES = tuple(f"RPC{index}" for index in range(len(RPC))) or ("CPU", "CPU")
 PROMPT = "Once upon a time there was a little girl who lived near the sea. Every morning she"
+SEEDED = SamplerSpec(temp=0.9, top_k=40, top_p=0.95, min_p=0.02, repeat_penalty=1.1, seed=7)
 
 
 @pytest.fixture(scope="session")
 def library() -> Library:
-    """The build under test."""
-    return Library.open(os.environ["SPLITCTL_TEST_LIBRARY"])
+    """The build under test, with the devices under test."""
+    library = Library.open(os.environ["SPLITCTL_TEST_LIBRARY"])
+    assert len(library.add_rpc_servers(RPC)) == len(RPC)
+    return library
 
 
 @pytest.fixture(scope="session")
 def prober(library: Library, tmp_path_factory: pytest.TempPathFactory) -> Prober:
     """Tries placements in children, and remembers them for this run only."""
-    from splitctl.probing import VerdictCache
-
     cache = VerdictCache(tmp_path_factory.mktemp("probes") / "probes.json")
-    return Prober(library.path, dict(os.environ), cache)
+    return Prober(library.path, dict(os.environ), cache, rpc=RPC)
 
 
 @pytest.fixture(scope="session")
 def other_mode(library: Library, prober: Prober, smollm2: Path) -> SplitMode:
-    """A mode other than layer that this build can do on two processors: tensor where it can, else none."""
-    from splitctl.facts import read_facts
+    """A mode other than layer that this build can do on the two devices: tensor where it can, else none.
 
+    Session-wide and asked first of all: an RPC server that serves this process answers no child.
+    """
     placement = base(mode=SplitMode.TENSOR, flash="on")
     verdict = prober(smollm2, placement, read_facts(smollm2))
     return SplitMode.TENSOR if verdict.verdict.value == "ok" else SplitMode.NONE
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _tried_first(other_mode: SplitMode) -> None:
+    """See `other_mode`."""
+
+
+@pytest.fixture(scope="session")
+def straight(library: Library, smollm2: Path) -> tuple[int, ...]:
+    """30 seeded tokens after the prompt, of a session that never switches: what every session that does is held to."""
+    with Session.open(smollm2, base(), library=library) as session:
+        session.prefill(session.tokenize(PROMPT))
+        return tuple(token.id for token in session.generate(n=30, sampler=SEEDED))
+
+
 def base(*, mode: SplitMode = SplitMode.LAYER, flash: str = "auto", **named: object) -> Placement:
     """A small placement on two virtual devices."""
-    from splitctl import FlashAttn
-
     fields: dict[str, object] = {
         "mode": mode,
         "devices": DEVICES,
         "n_ctx": 256,
         "n_batch": 64,
         "n_ubatch": 64,
-        "n_threads": 2,
+        # Two threads that spin for each other take minutes where the machine has other work.
+        "n_threads": 1,
         "flash_attn": FlashAttn(flash),
     }
     return Placement(**{**fields, **named})  # type: ignore[arg-type]
