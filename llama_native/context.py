@@ -25,7 +25,7 @@ _NEW_MEMORY = "llama_memory_seq_rm"
 class Context:
     """An open context.
 
-    Lifetime: until :meth:`close`, or the close of its model. After a restore that failed it is to be closed, never used.
+    Lifetime: until :meth:`close`, or the close of its model. After a restore that failed it may only be closed.
     """
 
     def __init__(self, model: Model, params: ContextParams, *, abort: Callable[[], bool] | None = None) -> None:
@@ -46,13 +46,13 @@ class Context:
         self._pointer: Any = None
         with library.calling() as (ffi, lib):
             c_params = lib.llama_context_default_params()
-            _fill(c_params, params, library.context_fields)
+            fill_context_params(c_params, params, library.context_fields)
             self._abort = ffi.callback("bool(void *)", lambda _: bool(abort())) if abort is not None else None
             if self._abort is not None:
                 c_params.abort_callback = self._abort
             pointer = lib.llama_init_from_model(model.pointer, c_params)
             if not pointer:
-                raise CallFailed("llama_init_from_model", None, library.log.tail())
+                raise CallFailed("llama_init_from_model", None, library.log.said())
             self._pointer = pointer
             self.n_ctx = int(lib.llama_n_ctx(pointer))
             self.n_batch = int(lib.llama_n_batch(pointer))
@@ -151,7 +151,7 @@ class Context:
             if rc == 0:
                 lib.llama_synchronize(pointer)
         if rc != 0:
-            raise CallFailed(function, rc, self.library.log.tail(6))
+            raise CallFailed(function, rc, self.library.log.said(6))
 
     def logits(self, index: int) -> bytes:
         """Copy the logits of one token of the last batch.
@@ -168,7 +168,7 @@ class Context:
         with self.library.calling() as (ffi, lib):
             row = lib.llama_get_logits_ith(self.pointer, index)
             if not row:
-                raise CallFailed("llama_get_logits_ith", None, self.library.log.tail(2))
+                raise CallFailed("llama_get_logits_ith", None, self.library.log.said(2))
             return bytes(ffi.buffer(row, self.model.n_vocab * _BYTES_PER_FLOAT))
 
     def embeddings(self, index: int, seq_id: int = 0) -> bytes:
@@ -185,7 +185,7 @@ class Context:
             row = lib.llama_get_embeddings_seq(self.pointer, seq_id) if pooled else ffi.NULL
             row = row or lib.llama_get_embeddings_ith(self.pointer, index)
             if not row:
-                raise CallFailed("llama_get_embeddings_ith", None, self.library.log.tail(2))
+                raise CallFailed("llama_get_embeddings_ith", None, self.library.log.said(2))
             return bytes(ffi.buffer(row, self.model.n_embd * _BYTES_PER_FLOAT))
 
     def synchronize(self) -> None:
@@ -210,7 +210,7 @@ class Context:
             scales = ffi.new("float[]", [s for _, s in adapters] or 1)
             rc = int(lib.llama_set_adapters_lora(self.pointer, pointers, len(adapters), scales))
         if rc != 0:
-            raise CallFailed("llama_set_adapters_lora", rc, self.library.log.tail(4))
+            raise CallFailed("llama_set_adapters_lora", rc, self.library.log.said(4))
 
     def _memory(self, lib: Any) -> tuple[str, Any]:
         """Return the prefix of this build's memory functions and their first argument (NULL: no memory)."""
@@ -231,7 +231,7 @@ class Context:
             if not memory:
                 return
             if prefix == "llama_memory_":
-                lib.llama_memory_clear(memory, True)
+                lib.llama_memory_clear(memory, True)  # noqa: FBT003 - C has no names for arguments: the data too
             else:
                 lib.llama_kv_self_clear(memory)
 
@@ -290,7 +290,8 @@ class Context:
             return bool(lib.llama_context_set_split_mode(self.pointer, mode, split))
 
 
-def _fill(c_params: Any, params: ContextParams, fields: frozenset[str]) -> None:
+def fill_context_params(c_params: Any, params: ContextParams, fields: frozenset[str]) -> None:
+    """Write ``params`` into a ``llama_context_params`` whose layout has ``fields``."""
     c_params.n_ctx = params.n_ctx
     c_params.n_batch = params.n_batch
     c_params.n_ubatch = params.n_ubatch
@@ -311,4 +312,4 @@ def _fill(c_params: Any, params: ContextParams, fields: frozenset[str]) -> None:
         c_params.swa_full = params.swa_full
 
 
-__all__ = ["Context"]
+__all__ = ["Context", "fill_context_params"]

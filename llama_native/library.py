@@ -112,6 +112,7 @@ class Library:
             raise Reentered("library", "a call", "another call on this thread")
         with self._lock:
             self._owner = me
+            self.log.begin_call()
             try:
                 yield self._ffi, self._lib
             finally:

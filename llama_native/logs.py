@@ -28,6 +28,8 @@ class LogTail:
         self._lock = threading.Lock()
         self._listeners: list[Callable[[int, str], None]] = []
         self.n_messages = 0
+        self._n_lines = 0
+        self._n_lines_before_call = 0
 
     def feed(self, level: int, text: str) -> None:
         """Take one message of the library.
@@ -40,7 +42,9 @@ class LogTail:
             self.n_messages += 1
             whole = self._open + text
             *done, self._open = whole.split("\n")
-            self._lines.extend(line for line in done if line.strip())
+            lines = [line for line in done if line.strip()]
+            self._lines.extend(lines)
+            self._n_lines += len(lines)
             listeners = tuple(self._listeners)
         for listener in listeners:
             listener(level, text)
@@ -53,9 +57,15 @@ class LogTail:
                 lines.append(self._open)
         return tuple(lines[-n_lines:])
 
-    def mark(self) -> int:
-        """Return a mark for :meth:`since`: the number of messages taken so far."""
-        return self.n_messages
+    def begin_call(self) -> None:
+        """Note that a call into the library begins, for :meth:`said`."""
+        self._n_lines_before_call = self._n_lines
+
+    def said(self, n_lines: int = 12) -> tuple[str, ...]:
+        """Return at most ``n_lines`` of what the library logged since the last call into it began, oldest first."""
+        n_new = self._n_lines - self._n_lines_before_call
+        tail = self.tail(n_new + bool(self._open.strip())) if n_new or self._open.strip() else ()
+        return tail[-n_lines:]
 
     def listen(self, listener: Callable[[int, str], None]) -> Callable[[], None]:
         """Call ``listener(level, text)`` for every message from now on.

@@ -142,7 +142,7 @@ class Model:
         if not pointer:
             if cancelled:
                 raise LoadCancelled(os.fspath(path))
-            raise CallFailed("llama_model_load_from_file", None, library.log.tail())
+            raise CallFailed("llama_model_load_from_file", None, library.log.said())
         return cls(library, pointer, params, keep, os.fspath(path))
 
     @property
@@ -213,7 +213,7 @@ class Model:
                 buffer = ffi.new("int32_t[]", n_room)
                 n = lib.llama_tokenize(self._vocab, data, len(data), buffer, n_room, add_special, parse_special)
             if n < 0:
-                raise CallFailed("llama_tokenize", n, self.library.log.tail(2))
+                raise CallFailed("llama_tokenize", n, self.library.log.said(2))
             return [int(t) for t in ffi.unpack(buffer, n)] if n else []
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
@@ -226,7 +226,7 @@ class Model:
                 buffer = ffi.new("char[]", -n)
                 n = lib.llama_token_to_piece(self._vocab, token, buffer, -n, 0, special)
             if n < 0:
-                raise CallFailed("llama_token_to_piece", n, self.library.log.tail(2))
+                raise CallFailed("llama_token_to_piece", n, self.library.log.said(2))
             return bytes(ffi.buffer(buffer, n))
 
     def is_eog(self, token: int) -> bool:
@@ -274,7 +274,7 @@ class Adapter:
         with library.calling() as (_, lib):
             pointer = lib.llama_adapter_lora_init(model.pointer, os.fsencode(path))
         if not pointer:
-            raise CallFailed("llama_adapter_lora_init", None, library.log.tail())
+            raise CallFailed("llama_adapter_lora_init", None, library.log.said())
         self._pointer = pointer
         model.depend(self)
 

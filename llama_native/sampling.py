@@ -53,7 +53,7 @@ class SamplerChain:
             chain_params.no_perf = True
             self._pointer = lib.llama_sampler_chain_init(chain_params)
             if not self._pointer:
-                raise CallFailed("llama_sampler_chain_init", None, library.log.tail(2))
+                raise CallFailed("llama_sampler_chain_init", None, library.log.said(2))
             try:
                 self._fill(lib)
             except BaseException:
@@ -84,7 +84,7 @@ class SamplerChain:
 
     def _add(self, lib: Any, sampler: Any) -> None:
         if not sampler:
-            raise CallFailed("llama_sampler_init", None, self.library.log.tail(2))
+            raise CallFailed("llama_sampler_init", None, self.library.log.said(2))
         lib.llama_sampler_chain_add(self._pointer, sampler)
 
     @property
@@ -114,7 +114,7 @@ class SamplerChain:
             lib.llama_sampler_apply(self.pointer, array)
             selected, size = int(array.selected), int(array.size)
             if not 0 <= selected < size:
-                raise CallFailed("llama_sampler_apply", selected, self.library.log.tail(2))
+                raise CallFailed("llama_sampler_apply", selected, self.library.log.said(2))
             if self._draw is not None and (size > 1 or self.library.draws_on_single):
                 self.n_draws += 1
             return int(array.data[selected].id)

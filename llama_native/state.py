@@ -41,7 +41,7 @@ def state_get(context: Context, buffer: Buffer) -> int:
         view = ffi.from_buffer("uint8_t[]", buffer, require_writable=True)
         n = int(lib.llama_state_get_data(context.pointer, view, len(view)))
     if n == 0:
-        raise CallFailed("llama_state_get_data", 0, context.library.log.tail(4))
+        raise CallFailed("llama_state_get_data", 0, context.library.log.said(4))
     return n
 
 
@@ -58,7 +58,7 @@ def state_set(context: Context, buffer: Buffer) -> int:
         view = ffi.from_buffer("uint8_t[]", buffer)
         n = int(lib.llama_state_set_data(context.pointer, view, len(view)))
     if n == 0:
-        raise CallFailed("llama_state_set_data", 0, context.library.log.tail(4))
+        raise CallFailed("llama_state_set_data", 0, context.library.log.said(4))
     return n
 
 
@@ -77,7 +77,7 @@ def sequence_state_get(context: Context, buffer: Buffer, seq_id: int) -> int:
         view = ffi.from_buffer("uint8_t[]", buffer, require_writable=True)
         n = int(lib.llama_state_seq_get_data(context.pointer, view, len(view), seq_id))
     if n == 0:
-        raise CallFailed("llama_state_seq_get_data", 0, context.library.log.tail(4))
+        raise CallFailed("llama_state_seq_get_data", 0, context.library.log.said(4))
     return n
 
 
@@ -88,7 +88,7 @@ def sequence_state_set(context: Context, buffer: Buffer, seq_id: int) -> int:
         view = ffi.from_buffer("uint8_t[]", buffer)
         n = int(lib.llama_state_seq_set_data(context.pointer, view, len(view), seq_id))
     if n == 0:
-        raise CallFailed("llama_state_seq_set_data", 0, context.library.log.tail(4))
+        raise CallFailed("llama_state_seq_set_data", 0, context.library.log.said(4))
     return n
 
 

@@ -155,7 +155,7 @@ def create_tensors(library: Library, metadata: Sequence[MetaValue], fill: Fill |
     if failures:
         raise failures[0]
     if not model:
-        raise CallFailed("llama_model_init_from_user", None, library.log.tail())
+        raise CallFailed("llama_model_init_from_user", None, library.log.said())
     return tuple(slots.values())
 
 
