@@ -6,6 +6,7 @@ Main path: cli -> worker -> ``session.switch`` -> ``switcher.run`` -> ``machine.
 from __future__ import annotations
 
 from splitctl.errors import (
+    AdapterInvalid,
     BadModelFile,
     Busy,
     Cancelled,
@@ -27,6 +28,7 @@ from splitctl.session import Proof, Session, Token
 from splitctl.switching.machine import Stage
 
 __all__ = [
+    "AdapterInvalid",
     "BadModelFile",
     "Busy",
     "Cancelled",

@@ -9,14 +9,30 @@ Laws:
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
-from llama_native import Adapter, Context, ContextParams, FlashAttn, KvType, LoadMode, Model, ModelParams, SplitMode
+from llama_native import (
+    Adapter,
+    CallFailed,
+    Context,
+    ContextParams,
+    FlashAttn,
+    KvType,
+    LoadMode,
+    Model,
+    ModelParams,
+    SplitMode,
+)
 from splitctl import placement as placing
+from splitctl.errors import AdapterInvalid, BadModelFile, ConfigInvalid
+from splitctl.gguf_header import read_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,8 +40,9 @@ if TYPE_CHECKING:
     from llama_native import Library
     from splitctl.placement import Placement
 
-_AUTO_LINE = "Flash Attention was auto, set to "
-"""Source: the library's log while it makes a context with flash attention on auto."""
+_AUTO_OFF = re.compile(r"flash attention\b.*\bset to disabled", re.IGNORECASE)
+"""What the library logs when it turns automatic flash attention off. Source: resolve_fused_ops in llama-context.cpp
+("Flash Attention not supported, set to disabled"); builds before: "Flash Attention was auto, set to disabled"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +51,26 @@ class LoadedAdapter:
 
     path: str
     scale: float
+
+
+def check_adapters(adapters: Sequence[LoadedAdapter]) -> None:
+    """Judge adapters by their files' headers, before a model is loaded for them.
+
+    Raises:
+        AdapterInvalid: a file is missing, no GGUF, damaged, or no LoRA adapter.
+        ConfigInvalid: a scale is not a finite number.
+    """
+    for one in adapters:
+        path = Path(one.path)
+        if not math.isfinite(one.scale):
+            raise ConfigInvalid("adapter scale", one.scale, "a finite number")
+        try:
+            values = read_header(path).values
+        except BadModelFile as error:
+            raise AdapterInvalid(path, f"it is {error.kind.value}: {error.detail}") from error
+        for key, wanted in (("general.type", "adapter"), ("adapter.type", "lora")):
+            if values.get(key) != wanted:
+                raise AdapterInvalid(path, f"its {key} is {values.get(key, 'not given')}, not {wanted}")
 
 
 def resolve_threads(placement: Placement) -> Placement:
@@ -95,6 +132,7 @@ class Engine:
         self.is_cancelled = is_cancelled
         self.model: Model | None = None
         self.context: Context | None = None
+        self._live_adapters: list[Adapter] = []
         self.n_loads = 0
 
     def place(
@@ -122,7 +160,8 @@ class Engine:
             The placement with what the library resolved: context size, flash attention, batch sizes.
 
         Raises:
-            llama_native.CallFailed: the library returned NULL, or refused an adapter.
+            llama_native.CallFailed: the library returned NULL, or refused the scales.
+            AdapterInvalid: an adapter does not fit the model.
         """
         if self.model is None:
             msg = "a context is built on a placed model"
@@ -138,8 +177,9 @@ class Engine:
         finally:
             stop()
         if self.adapters:
-            loaded = [(Adapter(self.model, one.path), one.scale) for one in self.adapters]
-            self.context.set_adapters(loaded)
+            self._live_adapters = [_loaded(self.model, one) for one in self.adapters]
+            scales = (one.scale for one in self.adapters)
+            self.context.set_adapters(list(zip(self._live_adapters, scales, strict=True)))
         return dataclasses.replace(
             placement,
             n_ctx=self.context.n_ctx,
@@ -153,6 +193,7 @@ class Engine:
         context, self.context = self.context, None
         if context is not None:
             context.close()
+        self._free_adapters()
         self.build(placement, abortable=True)
 
     @property
@@ -168,17 +209,28 @@ class Engine:
         context, model, self.context, self.model = self.context, self.model, None, None
         if context is not None:
             context.close()
+        self._free_adapters()
         if model is not None:
             model.close()
+
+    def _free_adapters(self) -> None:
+        adapters, self._live_adapters = self._live_adapters, []
+        for adapter in adapters:
+            adapter.close()
+
+
+def _loaded(model: Model, adapter: LoadedAdapter) -> Adapter:
+    try:
+        return Adapter(model, adapter.path)
+    except CallFailed as error:
+        said = error.log_tail[-1].strip() if error.log_tail else "the library refused it"
+        raise AdapterInvalid(Path(adapter.path), said) from error
 
 
 def _resolved_flash_attn(placement: Placement, said: Sequence[str]) -> placing.FlashAttn:
     if placement.flash_attn is not placing.FlashAttn.AUTO:
         return placement.flash_attn
-    for text in said:
-        if _AUTO_LINE in text:
-            return placing.FlashAttn.OFF if "disabled" in text.split(_AUTO_LINE, 1)[1] else placing.FlashAttn.ON
-    return placing.FlashAttn.ON
+    return placing.FlashAttn.OFF if any(map(_AUTO_OFF.search, said)) else placing.FlashAttn.ON
 
 
-__all__ = ["Engine", "LoadedAdapter", "context_params", "model_params", "resolve_threads"]
+__all__ = ["Engine", "LoadedAdapter", "check_adapters", "context_params", "model_params", "resolve_threads"]

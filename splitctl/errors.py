@@ -298,3 +298,22 @@ class BadModelFile(SplitctlError):
     def __str__(self) -> str:
         """Name the file, the fault and the next action."""
         return f"model file {self.path} is {self.kind.value}: {self.detail}; {self.action}"
+
+
+class AdapterInvalid(SplitctlError):
+    """An adapter's file cannot be used with the model."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        """Build from the file and what is wrong with it.
+
+        Args:
+            path: the file.
+            why: what was found, as a sentence.
+        """
+        self.path = path
+        self.why = why
+        super().__init__(path, why)
+
+    def __str__(self) -> str:
+        """Name the file, the fault and the next action."""
+        return f"adapter {self.path} cannot be used: {self.why}; give a LoRA file in GGUF form made for this model"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 from llama_native import Library
 from splitctl.core import CancelFlag, Core, batches
 from splitctl.decoder import Decoder
-from splitctl.engine import Engine, LoadedAdapter, resolve_threads
+from splitctl.engine import Engine, LoadedAdapter, check_adapters, resolve_threads
 from splitctl.errors import ConfigInvalid, Parked, Refused
 from splitctl.facts import read_facts
 from splitctl.outcome import SwitchOutcome, Via
@@ -114,21 +114,24 @@ class Session:
         Raises:
             Refused: a rule or the probe refuses the placement; nothing was loaded.
             BadModelFile: the file is missing, no GGUF, truncated or hostile.
+            AdapterInvalid: the same of an adapter's file, or it does not fit the model.
             ConfigInvalid: the placement cannot be for this model and library.
             llama_native.NativeError: no library, or it refused the model or the context.
         """
         facts = read_facts(os.fspath(model_path))
+        loaded = [LoadedAdapter(os.fspath(path), scale) for path, scale in adapters]
+        check_adapters(loaded)
         library = library or Library.open()
         wanted = resolve_threads(placement or Placement())
         checker = Checker(library, facts, prober)
-        reasons = checker.opening(wanted, force=force)
+        reasons = checker.opening(wanted, n_adapters=len(adapters), force=force)
         if reasons:
             raise Refused(reasons)
         flag = CancelFlag(cancel)
         engine = Engine(
             library,
             os.fspath(model_path),
-            [LoadedAdapter(os.fspath(path), scale) for path, scale in adapters],
+            loaded,
             embeddings=embeddings or facts.is_encoder_only,
             is_cancelled=flag.is_set,
         )

@@ -48,9 +48,10 @@ class Checker:
             device.name: device.kind.name.lower() if device.kind else "" for device in library.devices(memory=False)
         }
 
-    def opening(self, placement: Placement, *, force: bool = False) -> tuple[Reason, ...]:
-        """Return the reasons not to open a session in a placement; none: open it."""
-        return self._reasons(None, placement, SessionFacts(tokens={}), force=force, convert=True)
+    def opening(self, placement: Placement, *, n_adapters: int = 0, force: bool = False) -> tuple[Reason, ...]:
+        """Return the reasons not to open a session with so many adapters in a placement; none: open it."""
+        session = SessionFacts(tokens={}, n_adapters=n_adapters)
+        return self._reasons(None, placement, session, force=force, convert=True)
 
     def switching(self, core: Core, target: Placement, *, force: bool, convert: bool) -> tuple[Reason, ...]:
         """Return the reasons not to switch to a target; none: try it.
@@ -63,7 +64,7 @@ class Checker:
         """
         used = core.used()
         held = {slot.seq_id: slot.n_past for slot in used}
-        session = SessionFacts(tokens=held, sealed_bytes=core.arena.n_bytes)
+        session = SessionFacts(held, sealed_bytes=core.arena.n_bytes, n_adapters=len(core.engine.adapters))
         return self._reasons(core.placement, target, session, force=force, convert=convert)
 
     def _reasons(

@@ -79,6 +79,7 @@ class SessionFacts:
         pending_copy: a sequence copy that no decode has applied yet.
         pending_shift: a context shift that no decode has applied yet.
         sealed_bytes: room that is mapped for the carry already, bytes.
+        n_adapters: adapters that it loads wherever it goes.
     """
 
     tokens: Mapping[int, int]
@@ -86,6 +87,7 @@ class SessionFacts:
     pending_copy: bool = False
     pending_shift: bool = False
     sealed_bytes: int = 0
+    n_adapters: int = 0
 
     @property
     def n_tokens(self) -> int:

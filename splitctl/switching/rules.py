@@ -198,6 +198,18 @@ def _mode(case: _Case) -> Iterator[Finding]:
         yield Finding("alibi-in-tensor-mode", text)
 
 
+def _adapters(case: _Case) -> Iterator[Finding]:
+    """Adapters, which tensor mode cannot split; a try loads none, so it settles nothing."""
+    n_adapters = case.session.n_adapters
+    if n_adapters and case.target.mode is SplitMode.TENSOR:
+        text = (
+            f"the session has {n_adapters} adapter(s), with which libllama aborts at its first decode in tensor mode, "
+            "on one device too (ggml-backend-meta.cpp, split of lora_a and lora_b unknown); use layer mode, or merge "
+            "it into the model"
+        )
+        yield Finding("adapters-in-tensor-mode", text)
+
+
 def _tensor_heads(case: _Case) -> Iterator[Finding]:
     """Head counts that tensor mode can cut."""
     facts, target = case.facts, case.target
@@ -339,6 +351,7 @@ def _memory(case: _Case) -> Iterator[Finding]:
 _RULES: tuple[Callable[[_Case], Iterator[Finding]], ...] = (
     _devices,
     _mode,
+    _adapters,
     _tensor_heads,
     _cache,
     _room,

@@ -51,6 +51,15 @@ def test_a_plain_model_may_go_to_tensor_mode() -> None:
     assert findings(model_facts()) == ()
 
 
+@pytest.mark.parametrize("n_devices", [1, 2])
+def test_adapters_keep_a_session_out_of_tensor_mode(n_devices: int) -> None:
+    """The library would abort, on one device too; a try loads no adapter and lifts nothing."""
+    target = dataclasses.replace(TENSOR, devices=TWO[:n_devices])
+    session = SessionFacts({}, n_adapters=1)
+    assert blocking(model_facts(), target, session=session, probe=OK) == ["adapters-in-tensor-mode"]
+    assert blocking(model_facts(), LAYER, session=session) == []
+
+
 @pytest.mark.parametrize("mode", [SplitMode.NONE, SplitMode.LAYER])
 @pytest.mark.parametrize("architecture", ["mamba", "t5", "bloom", "rwkv7", "deepseek2"])
 def test_tables_of_tensor_mode_say_nothing_about_other_modes(mode: SplitMode, architecture: str) -> None:
