@@ -2,7 +2,7 @@
 
 Laws:
     1. A carry that contradicts itself is never sealed, and a file that is not exactly what was sealed is never read.
-    2. The state is never copied: it is hashed, written and read where it lies.
+    2. The state is never copied: it is hashed and written where it lies, and read into memory once.
 
 On disk it is one safetensors file: tensors ``state`` (uint8) and ``seq.<id>.tokens|logits|output_ids|accepted|
 encoder_tokens``; its metadata holds the rest as JSON texts, the checksum of every tensor, and a checksum of all that.
@@ -24,7 +24,7 @@ from splitctl.sequence import SequenceCarry
 from splitctl.tensorfile import TensorFile, view_of, write_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -185,16 +185,14 @@ def write(path: Path, sealed: SealedCarry) -> None:
         raise CarryNotWritten(path, str(error)) from error
 
 
-def read(path: Path, *, allocate: Callable[[int], memoryview] | None = None) -> SealedCarry:
+def read(path: Path) -> SealedCarry:
     """Read a carry and verify every byte of it.
 
     Args:
         path: the file.
-        allocate: gives a writable flat buffer of so many bytes for the state (an arena, pinned memory); memory of its
-            own when None. It is asked only after the size has been held against the file.
 
     Returns:
-        The sealed carry; its state is the buffer that ``allocate`` gave, read-only.
+        The sealed carry, in memory of its own; its state is read-only.
 
     Raises:
         CarryDamaged: missing, cut short, damaged, or not a carry; it says what was found.
@@ -205,12 +203,8 @@ def read(path: Path, *, allocate: Callable[[int], memoryview] | None = None) -> 
             words, checksums = from_texts(file.metadata), _checksum_texts(file.metadata)
         except (ValueError, RecursionError) as error:
             raise CarryDamaged(path, f"its description is wrong: {error}") from error
-        slots = {slot.name: slot for slot in file.slots}
-        _refuse_other_tensors(path, slots, words)
-        arrays = {name: file.read(slot) for name, slot in slots.items() if name != _STATE}
-        at = slots[_STATE]
-        state = (allocate or _own_memory)(at.end - at.begin)
-        file.read_into(at, state)
+        _refuse_other_tensors(path, file.slots, words)
+        arrays = {name: file.read(name) for name in file.slots}
     sequences = tuple(
         SequenceCarry(
             seq_id=one.seq_id,
@@ -221,7 +215,7 @@ def read(path: Path, *, allocate: Callable[[int], memoryview] | None = None) -> 
         )
         for one in words.sequences
     )
-    carry = Carry(state.toreadonly(), sequences, words.adapters, words.placement, words.fingerprint)
+    carry = Carry(arrays[_STATE].data.toreadonly(), sequences, words.adapters, words.placement, words.fingerprint)
     sealed = SealedCarry(carry, checksums)
     verify(sealed, path)
     return sealed
@@ -276,7 +270,3 @@ def _refuse_other_tensors(path: Path, slots: Mapping[str, TensorSlot], words: Wo
         raise CarryDamaged(
             path, f"its state is {slots[_STATE].dtype}{list(slots[_STATE].shape)}, wanted a row of bytes"
         )
-
-
-def _own_memory(n_bytes: int) -> memoryview:
-    return np.empty(n_bytes, np.uint8).data

@@ -1,9 +1,9 @@
-"""Puts a file in its place whole or not at all: written beside it, synced, renamed over it, folder synced.
+"""Puts a file in its place whole or not at all: written in a folder of its own beside it, synced, renamed over it.
 
 Laws:
     1. A reader sees the old file or the new one, never a part; a failure leaves the old one as it was.
     2. No link is followed and nothing but a regular file is replaced.
-    3. What fails leaves no temporary file; the file belongs to its user alone (mode 0600).
+    3. What fails leaves nothing behind; the file belongs to its user alone (mode 0600).
 """
 
 from __future__ import annotations
@@ -11,28 +11,30 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import stat
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from typing import TypeAlias
+    from collections.abc import Iterator
 
-    Chunk: TypeAlias = bytes | bytearray | memoryview
-
-_WRITE_BYTES = 64 << 20
-"""Most bytes of one write call; the kernel takes at most 2 GiB, and a signal is seen between two calls."""
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
-def replace_file(path: Path, chunks: Iterable[Chunk], n_bytes: int) -> None:
-    """Put a file in its place.
+@contextlib.contextmanager
+def replacing(path: Path, n_bytes: int) -> Iterator[Path]:
+    """Give a path to write a new file to; when the block ends well, that file is put in its place.
+
+    The path lies in a folder of mode 0700 of its own, in the folder of ``path``: whoever writes may make files beside
+    it, rename one over it and die halfway, and nobody else can have put anything there.
 
     Args:
         path: where; its folder must exist.
-        chunks: the content in order, each contiguous; written as it is, without a copy.
-        n_bytes: their sum, so that a disk that is too small is found before anything is written.
+        n_bytes: about how large it becomes, so that a disk that is too small is found before anything is written.
+
+    Yields:
+        Where to write. Lifetime: the block.
 
     Raises:
         OSError: the file is not safely in its place; ``strerror`` says why, in words for people. What was there before
@@ -43,41 +45,27 @@ def replace_file(path: Path, chunks: Iterable[Chunk], n_bytes: int) -> None:
     try:
         _refuse_other_kinds(folder_fd, name)
         _refuse_small_disk(folder_fd, n_bytes)
-        temporary = f".splitctl-{secrets.token_hex(8)}.tmp"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(temporary, flags, 0o600, dir_fd=folder_fd)
-        try:
-            try:
-                pour(fd, chunks)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            os.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
-        except BaseException:
-            # Also for Ctrl-C: nobody would ever look for a file of this name. (It may come just after the rename.)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary, dir_fd=folder_fd)
-            raise
+        with tempfile.TemporaryDirectory(prefix=".splitctl-", suffix=".tmp", dir=folder) as private:
+            temporary = Path(private, "new")
+            yield temporary
+            _sync_file(temporary)
+            os.rename(temporary, name, dst_dir_fd=folder_fd)
         _sync_folder(folder_fd)
     finally:
         os.close(folder_fd)
 
 
-def pour(fd: int, chunks: Iterable[Chunk]) -> None:
-    """Write chunks to a file descriptor, all of them.
-
-    Args:
-        fd: open for writing.
-        chunks: the content in order.
-
-    Raises:
-        OSError: the kernel's own; some of it may have been written.
-    """
-    for chunk in chunks:
-        with memoryview(chunk) as view:
-            at = 0
-            while at < view.nbytes:
-                at += os.write(fd, view[at : at + _WRITE_BYTES])
+def _sync_file(path: Path) -> None:
+    """Make the content last, and private where its writer did not."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(fd).st_mode & _OTHERS:
+            # A file system without modes refuses; who may read is then said where it is mounted.
+            with contextlib.suppress(PermissionError):
+                os.fchmod(fd, 0o600)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _sync_folder(folder_fd: int) -> None:
