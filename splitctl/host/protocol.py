@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from splitctl.errors import ConfigInvalid, SplitctlError
-from splitctl.placement import Placement, PlacementInvalid, SplitMode
+from splitctl.placement import Placement, SplitMode
 from splitctl.sequence import SamplerSpec
 
 #: A longer line is no message of ours [bytes].
@@ -254,7 +254,7 @@ def decode_request(line: bytes) -> Request:
         raise ProtocolBroken(_start(line), "a request with a known job")
     try:
         return kind(**{name: _request_field(name, value) for name, value in body.items()})
-    except (TypeError, ValueError, PlacementInvalid, ConfigInvalid) as error:
+    except (TypeError, ValueError, ConfigInvalid) as error:
         raise ProtocolBroken(f"a request that cannot be read ({error})", f"the fields of {kind.__name__}") from error
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import pickle
 
 import pytest
 
+from splitctl.errors import ConfigInvalid, SplitctlError
 from splitctl.placement import (
     FlashAttn,
     Placement,
@@ -69,6 +71,15 @@ def test_values_that_no_build_could_mean_are_refused(field: str, value: object) 
     with pytest.raises(PlacementInvalid) as caught:
         dataclasses.replace(Placement(), **{field: value})  # type: ignore[arg-type]
     assert caught.value.field == field
+
+
+def test_whoever_catches_the_root_catches_a_placement() -> None:
+    """It is one of the errors of the package, a value that the user gave, and crosses a process boundary whole."""
+    error = PlacementInvalid("n_ctx", -1, "from 0 to 9")
+    assert isinstance(error, SplitctlError)
+    assert isinstance(error, ConfigInvalid)
+    back = pickle.loads(pickle.dumps(error))  # noqa: S301 (our own bytes)
+    assert (type(back), back.args) == (PlacementInvalid, ("n_ctx", -1, "from 0 to 9"))
 
 
 def test_the_same_shares_in_another_unit_are_the_same_placement() -> None:
