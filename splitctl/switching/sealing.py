@@ -44,16 +44,31 @@ def contradictions(core: Core, view: memoryview, wanted: Mapping[int, int]) -> t
     Raises:
         statecodec.StateFormatError: the bytes do not parse.
     """
+    placement = core.placement
     facts = statecodec.ModelFacts(
-        architecture=core.facts.architecture, n_layer=core.facts.n_layer, n_seq_max=core.placement.n_seq_max
+        architecture=core.facts.architecture,
+        n_layer=core.facts.n_layer,
+        n_seq_max=placement.n_seq_max,
+        n_ctx=core.engine.live.n_ctx,
     )
     image = statecodec.parse(view, facts=facts)
     version = max(image.versions, default=0)
     if image.is_opaque:
         return "", version
     saved = {seq_id: span.pos_max for seq_id, span in image.sequences().items()}
-    wrong = "" if saved == wanted else f"the saved bytes hold last positions {saved}, the session counts {wanted}"
-    return wrong, version
+    if saved != wanted:
+        return f"the saved bytes hold last positions {saved}, the session counts {wanted}", version
+    return _missing_cells(image, wanted), version
+
+
+def _missing_cells(image: statecodec.StateImage, wanted: Mapping[int, int]) -> str:
+    """Hold the first section, which is the whole of a sequence (windows and indexers follow it), cell by cell."""
+    first = image.sections[0] if image.sections else None
+    if not isinstance(first, statecodec.AttentionSection):
+        return ""
+    cells = {seq_id: (span.n_cells, span.pos_min) for seq_id, span in first.sequences().items()}
+    whole = {seq_id: (last + 1, 0) for seq_id, last in wanted.items()}
+    return "" if cells == whole else f"the saved bytes hold (cells, first position) {cells}, the session counts {whole}"
 
 
 __all__ = ["Sealed", "contradictions"]
