@@ -74,6 +74,23 @@ class SamplerSpec:
         return self.temp <= 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token.
+
+    Args:
+        id: its id.
+        piece: its bytes; may be a part of a UTF-8 character; empty for one that ends the generation.
+        pos: its position in the sequence.
+        is_end: it ends the generation.
+    """
+
+    id: int
+    piece: bytes
+    pos: int
+    is_end: bool
+
+
 def no_tokens() -> NDArray[np.int32]:
     """Give an empty row of tokens.
 

@@ -7,11 +7,8 @@ is why a target is tried in a child first, and why a hosted session runs in a wo
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Self
 
 from llama_native import Library
@@ -20,13 +17,15 @@ from splitctl.decoder import Decoder
 from splitctl.engine import Engine, LoadedAdapter, check_adapters, resolve_threads
 from splitctl.errors import ConfigInvalid, Parked, Refused
 from splitctl.facts import read_facts
-from splitctl.outcome import SwitchOutcome, Via
-from splitctl.placement import FlashAttn, Placement
+from splitctl.outcome import SwitchOutcome
+from splitctl.placement import Placement
+from splitctl.sequence import Token
 from splitctl.storage import Storage
 from splitctl.switching.checking import Checker
 from splitctl.switching.effects import Effects, Options
 from splitctl.switching.machine import Request, Stage
 from splitctl.switching.switcher import Switcher
+from splitctl.switching.targets import Proof, choose_via, complete
 
 if TYPE_CHECKING:
     import threading
@@ -41,31 +40,6 @@ if TYPE_CHECKING:
     from splitctl.sequence import SamplerSpec
     from splitctl.slot import Slot
     from splitctl.switching.checking import Prober
-
-
-class Proof(Enum):
-    """How a restored state is proved before the session serves from it."""
-
-    BYTES = "bytes"
-    POSITIONS = "positions"
-    OFF = "off"
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One generated token.
-
-    Args:
-        id: its id.
-        piece: its bytes; may be a part of a UTF-8 character; empty for one that ends the generation.
-        pos: its position in the sequence.
-        is_end: it ends the generation.
-    """
-
-    id: int
-    piece: bytes
-    pos: int
-    is_end: bool
 
 
 class Session:
@@ -374,7 +348,7 @@ class Session:
             Parked: the session serves no more.
         """
         core = self._core
-        target = self._whole(target)
+        target = complete(target, core.placement)
         with core.turn.announce_switch(f"a switch to {target.mode.value}"):
             if self.stage in {Stage.PARKED, Stage.CLOSED}:
                 raise Parked(self.parked_at)
@@ -385,7 +359,7 @@ class Session:
                 check=lambda placement: self._checker.switching(core, placement, force=force, convert=convert),
                 progress=progress or (lambda _stage, _share: None),
             )
-            return self._switcher.run(Request(target, self._via(target)), options)
+            return self._switcher.run(Request(target, choose_via(target, core)), options)
 
     def reserve(self, n_tokens: int, *, proof: Proof = Proof.BYTES) -> int:
         """Take the memory that a switch will need, and touch it, so that the switch itself does not wait for it.
@@ -464,24 +438,6 @@ class Session:
         for token in tokens:
             if not 0 <= token < n_vocab:
                 raise ConfigInvalid("tokens", token, f"0 to {n_vocab - 1}, the model's vocabulary")
-
-    def _whole(self, target: Placement) -> Placement:
-        """Fill in what a target leaves open with what the session has resolved."""
-        now = self._core.placement
-        target = resolve_threads(target) if target.n_threads == 0 else target
-        return dataclasses.replace(
-            target,
-            n_ctx=target.n_ctx or now.n_ctx,
-            flash_attn=now.flash_attn if target.flash_attn is FlashAttn.AUTO else target.flash_attn,
-        )
-
-    def _via(self, target: Placement) -> Via:
-        """Choose who does it: the library's own call only where nothing but the mode and tensor_split changes."""
-        core = self._core
-        changed = set(core.placement.differs(target))
-        if not core.engine.library.has("native-switch") or core.engine.adapters:
-            return Via.COMPOSED
-        return Via.NATIVE if changed and changed <= {"mode", "tensor_split"} else Via.COMPOSED
 
 
 __all__ = ["Proof", "Session", "Token"]

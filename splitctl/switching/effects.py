@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 import xxhash
 
 import statecodec
-from llama_native import CallFailed, DeviceKind, LoadCancelled, NativeError, state_get, state_set, state_size
+from llama_native import CallFailed, LoadCancelled, NativeError, state_get, state_set, state_size
 from splitctl.errors import Cancelled, CarryDamaged, DeadlineExceeded, Refused, SplitctlError
 from splitctl.outcome import DevicePeak, Reason
 from splitctl.switching.machine import Command, Event, EventKind
+from splitctl.switching.peaks import device_peaks
 from splitctl.switching.sealing import Sealed, contradictions
 
 if TYPE_CHECKING:
@@ -295,7 +296,7 @@ class Effects:
     def _placed(self) -> Event:
         resolved = self._resolved or self.core.placement
         self.core.placement = resolved
-        self.peaks = self._peaks(resolved)
+        self.peaks = device_peaks(self.core.engine.library, resolved)
         return Event(EventKind.DONE, placement=resolved)
 
     def _unproved(self, sealed: Sealed) -> str:
@@ -373,25 +374,6 @@ class Effects:
         self.core.engine.free()
         self.parked_at = self._park_to(self.kept or self._fresh)
         return _DONE
-
-    def _peaks(self, placement: Placement) -> tuple[DevicePeak, ...]:
-        """Read what each device holds now, once; a processor has no memory of its own, and no number."""
-        library = self.core.engine.library
-        known = {device.name: device for device in library.devices(memory=self._has_gpu())}
-        names = placement.devices or tuple(known)
-        return tuple(
-            DevicePeak(
-                index,
-                name,
-                known[name].memory_total - known[name].memory_free
-                if name in known and known[name].kind is not DeviceKind.CPU and known[name].memory_total
-                else None,
-            )
-            for index, name in enumerate(names)
-        )
-
-    def _has_gpu(self) -> bool:
-        return any(d.kind is not DeviceKind.CPU for d in self.core.engine.library.devices(memory=False))
 
     def _original(self) -> Sealed:
         if self.kept is None:

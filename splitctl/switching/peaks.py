@@ -1,0 +1,37 @@
+"""What each device holds after a switch, read once and not between free and place (law 5 of the switch)."""
+
+from __future__ import annotations
+
+from llama_native import DeviceKind, Library
+from splitctl.outcome import DevicePeak
+from splitctl.placement import Placement
+
+
+def device_peaks(library: Library, placement: Placement) -> tuple[DevicePeak, ...]:
+    """Read the memory in use on every device of a placement.
+
+    Args:
+        library: the open library.
+        placement: the placement; one that names no device uses all of the library's.
+
+    Returns:
+        One entry a device, over everything on it; a processor has no memory of its own, and no number.
+    """
+    kinds = {device.name: device.kind for device in library.devices(memory=False)}
+    names = placement.devices or tuple(kinds)
+    if all(kinds.get(name) is DeviceKind.CPU for name in names):
+        return tuple(DevicePeak(index, name, None) for index, name in enumerate(names))
+    known = {device.name: device for device in library.devices()}
+    return tuple(
+        DevicePeak(
+            index,
+            name,
+            known[name].memory_total - known[name].memory_free
+            if name in known and known[name].kind is not DeviceKind.CPU and known[name].memory_total
+            else None,
+        )
+        for index, name in enumerate(names)
+    )
+
+
+__all__ = ["device_peaks"]
