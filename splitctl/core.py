@@ -14,7 +14,7 @@ import psutil
 
 from llama_native import CallFailed
 from splitctl.arena import Arena
-from splitctl.errors import Cancelled, ContextFull
+from splitctl.errors import Cancelled, ConfigInvalid, ContextFull
 from splitctl.slot import Slot
 from splitctl.turn import Turn
 
@@ -112,7 +112,10 @@ class Core:
 
         Raises:
             ContextFull: with the numbers.
+            ConfigInvalid: more tokens than a model without a memory can read, which is as a whole.
         """
+        if not self.has_memory:
+            self.check_encoder(n_new)
         if not self.has_memory or self.facts.is_recurrent:
             return
         context = self.engine.live
@@ -121,6 +124,17 @@ class Core:
         room = context.n_ctx if unified or self.placement.n_seq_max == 1 else context.n_ctx_seq
         if held + n_new > room:
             raise ContextFull(held, n_new, room)
+
+    def check_encoder(self, n_tokens: int) -> None:
+        """Refuse more tokens than an encoder reads at once: the library would abort.
+
+        Raises:
+            ConfigInvalid: with both numbers.
+        """
+        most = self.engine.live.n_ubatch
+        if n_tokens > most:
+            wanted = f"{most} at most, the size of a micro-batch (-ub): an encoder reads its prompts as a whole"
+            raise ConfigInvalid("tokens", f"{n_tokens} for the encoder", wanted)
 
     def run(self, batch: Batch) -> dict[int, NDArray[np.float32]]:
         """Decode one batch of at most n_batch tokens and copy the wanted rows.
@@ -143,7 +157,8 @@ class Core:
         self.n_decodes += 1
         wanted = [index for index, output in enumerate(batch.outputs) if output]
         if self.facts.is_encoder_only:
-            return {index: np.frombuffer(context.embeddings(index, batch.seq_ids[index]), np.float32) for index in wanted}
+            rows = {index: context.embeddings(index, batch.seq_ids[index]) for index in wanted}
+            return {index: np.frombuffer(row, np.float32) for index, row in rows.items()}
         return {index: np.frombuffer(context.logits(index), np.float32) for index in wanted}
 
     def encode(self) -> None:

@@ -51,7 +51,12 @@ class Decoder:
         self._effects = switcher.effects
 
     def begin_decoder(self, slot: Slot, tokens: Sequence[int]) -> list[int]:
-        """Give an encoder-decoder's prompt to its encoder; the decoder starts with its own first token."""
+        """Give an encoder-decoder's prompt to its encoder; the decoder starts with its own first token.
+
+        Raises:
+            ConfigInvalid: the prompts of all sequences are more than the encoder reads at once.
+        """
+        self._core.check_encoder(len(tokens) + sum(int(one.encoder_tokens.size) for one in self._core.used()))
         slot.encoder_tokens = np.array(tokens, np.int32)
         try:
             self.encode_again()

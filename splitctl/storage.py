@@ -73,6 +73,7 @@ class Storage:
         Raises:
             CarryDamaged: it is not what was sealed.
             CarryMismatch: it belongs to another model, adapter or layout.
+            ConfigInvalid: it holds more prompt than the encoder reads at once here.
             Refused: the library would not take its state; the session is as it was.
         """
         core = self._core
@@ -85,6 +86,7 @@ class Storage:
         slots = {seq_id: Slot(seq_id) for seq_id in core.slots}
         for sequence in read.sequences:
             self._fill(slots[sequence.seq_id], sequence)
+        core.check_encoder(sum(int(slot.encoder_tokens.size) for slot in slots.values()))
         effects.replace(read.state, slots)
         for slot in slots.values():
             slot.sampler = self._sampler(next((s for s in read.sequences if s.seq_id == slot.seq_id), None))

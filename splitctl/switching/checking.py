@@ -64,7 +64,12 @@ class Checker:
         """
         used = core.used()
         held = {slot.seq_id: slot.n_past for slot in used}
-        session = SessionFacts(held, sealed_bytes=core.arena.n_bytes, n_adapters=len(core.engine.adapters))
+        session = SessionFacts(
+            tokens=held,
+            sealed_bytes=core.arena.n_bytes,
+            n_adapters=len(core.engine.adapters),
+            n_encoder_tokens=sum(int(slot.encoder_tokens.size) for slot in used),
+        )
         return self._reasons(core.placement, target, session, force=force, convert=convert)
 
     def _reasons(

@@ -80,6 +80,7 @@ class SessionFacts:
         pending_shift: a context shift that no decode has applied yet.
         sealed_bytes: room that is mapped for the carry already, bytes.
         n_adapters: adapters that it loads wherever it goes.
+        n_encoder_tokens: tokens of all sequences that an encoder reads again wherever it goes.
     """
 
     tokens: Mapping[int, int]
@@ -88,6 +89,7 @@ class SessionFacts:
     pending_shift: bool = False
     sealed_bytes: int = 0
     n_adapters: int = 0
+    n_encoder_tokens: int = 0
 
     @property
     def n_tokens(self) -> int:

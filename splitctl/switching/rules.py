@@ -284,6 +284,13 @@ def _room(case: _Case) -> Iterator[Finding]:
     if last >= target.n_seq_max:
         text = f"sequence {last} is in use and the context would hold {target.n_seq_max}; raise -np to {last + 1}"
         yield Finding("too-few-sequences", text)
+    n_encoded, most = case.session.n_encoder_tokens, min(target.n_ubatch, target.n_batch)
+    if n_encoded > most:
+        text = (
+            f"the encoder has read {n_encoded} tokens and is to read them again as a whole, and the micro-batch "
+            f"holds {most}; ask for -ub {n_encoded} or more"
+        )
+        yield Finding("encoder-prompt-too-long", text)
     n_ctx = target.n_ctx or case.facts.n_ctx_train
     if not n_ctx or not held:
         return

@@ -280,6 +280,15 @@ def test_too_small_a_context_says_both_numbers() -> None:
     assert "-c 300" in found[0].text
 
 
+@pytest.mark.parametrize(("n_batch", "n_ubatch", "code"), [(512, 128, ""), (512, 64, "x"), (64, 128, "x")])
+def test_an_encoder_must_be_able_to_read_its_prompts_again(n_batch: int, n_ubatch: int, code: str) -> None:
+    """It reads them as a whole, and the library aborts where they are more than a micro-batch."""
+    target = dataclasses.replace(LAYER, n_batch=n_batch, n_ubatch=n_ubatch)
+    found = findings(model_facts(architecture="t5"), target, session=SessionFacts({0: 1}, n_encoder_tokens=100))
+    assert [one.code for one in found] == (["encoder-prompt-too-long"] if code else [])
+    assert all("-ub 100" in one.text for one in found)
+
+
 def test_the_context_of_the_training_counts_where_none_is_named() -> None:
     """A context of 0 is the model's own."""
     target = dataclasses.replace(LAYER, n_ctx=0)
