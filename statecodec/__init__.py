@@ -2,13 +2,14 @@
 
 Main path: `parse(buffer)` finds the one sound meaning of the bytes (`layouts` says how they were written through the
 years, `envelope`, `sections` and `cells` read, `cursor` alone slices) -> `StateImage`, frozen views on the buffer ->
-`validate(image, facts)` -> `emit(image)`, the bytes again.
+`validate(image, facts)` -> `transcode.*(image, ...)`, images that fit another context -> `emit(image)`, bytes again.
 
 No files, no library, no clock: whoever has a file maps it and hands the mapping in.
 """
 
 from __future__ import annotations
 
+from statecodec import transcode
 from statecodec.emit import Chunk, emit
 from statecodec.errors import (
     Ambiguous,
@@ -25,6 +26,7 @@ from statecodec.errors import (
 from statecodec.facts import ModelFacts
 from statecodec.image import (
     AttentionSection,
+    Change,
     Content,
     Media,
     OpaqueSection,
@@ -49,6 +51,7 @@ __all__ = [
     "AttentionSection",
     "BadField",
     "Cells",
+    "Change",
     "Chunk",
     "Columns",
     "Content",
@@ -80,5 +83,6 @@ __all__ = [
     "UnknownVersion",
     "emit",
     "parse",
+    "transcode",
     "validate",
 ]

@@ -46,6 +46,13 @@ class Stream:
     keys: tuple[Rows, ...]
     values: tuple[Rows, ...] | tuple[Columns, ...]
 
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What every stream of a section must have in common."""
+        keys = tuple((rows.kind.name, rows.row_bytes) for rows in self.keys)
+        values = tuple((layer.kind.name, layer.n_values) for layer in self.values)
+        return (self.v_trans, self.rotation, keys, values)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionSection:
@@ -232,6 +239,24 @@ class Tokens:
     packed_version: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change that was made to a state.
+
+    Args:
+        what: what was done, as one phrase.
+        is_exact: whether every value is the one that was there before.
+        error_bound: the most by which a stored value changed (in the values as stored, so rotated where they are);
+            0 when exact.
+        warnings: what the target form could not carry, or what had to be assumed.
+    """
+
+    what: str
+    is_exact: bool = True
+    error_bound: float = 0.0
+    warnings: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StateImage:
     """A whole state.
@@ -247,6 +272,7 @@ class StateImage:
         outputs: what contexts of 2025 wrote before the memory.
         source_seq_id: id of the sequence that a prefixed sequence blob was taken from.
         content: how much of the memory is here; partial is only seen where facts name the sections.
+        changes: what was done to it since it was read, first to last.
     """
 
     form: Form
@@ -259,6 +285,7 @@ class StateImage:
     outputs: Outputs | None = None
     source_seq_id: int | None = None
     content: Content = Content.FULL
+    changes: tuple[Change, ...] = ()
 
     @property
     def versions(self) -> frozenset[int]:

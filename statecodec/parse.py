@@ -22,7 +22,7 @@ from statecodec.facts import NO_FACTS, ModelFacts
 from statecodec.image import AttentionSection, Content, OpaqueSection, RecurrentSection, Section, StateImage
 from statecodec.layouts import LAYOUTS, Form, Grammar, Layout, grammars, patterns
 from statecodec.limits import DEFAULT_LIMITS, Limits
-from statecodec.sections import Failures, Trial, read_sections, shape_of
+from statecodec.sections import Failures, Trial, read_sections
 from statecodec.validate import check_facts, check_laws
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def meaning(image: StateImage) -> _Meaning:
 def _section_meaning(section: Section) -> _Meaning:
     match section:
         case AttentionSection():
-            streams = tuple((i, s.offset, len(s.cells), shape_of(s)) for i, s in section.filled())
+            streams = tuple((i, s.offset, len(s.cells), s.shape) for i, s in section.filled())
             return (section.kind, section.offset, section.ext_bytes, len(section.streams), streams)
         case RecurrentSection():
             layers = tuple(

@@ -187,19 +187,12 @@ def _attention(trial: Trial, cursor: Cursor, where: str, *, has_v: bool) -> Atte
         if stream is not None:
             if model is None:
                 model = stream
-            elif shape_of(stream) != shape_of(model):
-                found, wanted = shape_of(stream), shape_of(model)
+            elif stream.shape != model.shape:
+                found, wanted = stream.shape, model.shape
                 raise Inconsistent(stream.offset, f"{where} stream {index} shape", found, f"{wanted}, as before")
         streams.append(stream)
     ext_bytes = 0 if model is None else model.cells.ext_bytes
     return AttentionSection(start, ext_bytes, tuple(streams), is_streamed)
-
-
-def shape_of(stream: Stream) -> tuple[object, ...]:
-    """What every stream of a section must have in common."""
-    keys = tuple((rows.kind.name, rows.row_bytes) for rows in stream.keys)
-    values = tuple((layer.kind.name, layer.n_values) for layer in stream.values)
-    return (stream.v_trans, stream.rotation, keys, values)
 
 
 def _stream(trial: Trial, cursor: Cursor, where: str, *, has_v: bool) -> Stream | None:
