@@ -1,8 +1,9 @@
-"""Takes state blobs from one build and one model: the child of `make_goldens.py`.
+"""Takes state blobs from one build and one model, and gives them back: the child of `make_goldens.py` and of tests.
 
 One library per process. It declares by itself the little that it calls, so that builds without tensor mode (which the
 native package refuses) can be driven too. Reads one JSON request from stdin, writes blobs into a folder, and prints one
-JSON line per blob.
+JSON line per blob. A job that names a blob to `load` gives it to a fresh context instead of reading a prompt; one that
+names a `next` token decodes it afterwards and keeps the logits.
 """
 
 from __future__ import annotations
@@ -158,6 +159,45 @@ class Build:
                 message = f"decode returned {result}"
                 raise SystemExit(message)
 
+    def give(self, context: Any, job: dict[str, Any], blob: bytes) -> None:
+        """Give a blob to a context.
+
+        Raises:
+            SystemExit: the build does not take all of it.
+        """
+        buffer = self.ffi.from_buffer("uint8_t[]", blob)
+        if job["form"] == "context":
+            taken = self.lib.llama_state_set_data(context, buffer, len(blob))
+        else:
+            taken = self.lib.llama_state_seq_set_data(context, buffer, len(blob), job["seq_id"])
+        if taken != len(blob):
+            message = f"{job['name']}: this build took {taken} of {len(blob)} bytes"
+            raise SystemExit(message)
+
+    def next_logits(self, context: Any, wanted: dict[str, int], n_vocab: int) -> bytes:
+        """Decode one token and take its logits.
+
+        Args:
+            context: the context.
+            wanted: seq_id, token and pos of the token.
+            n_vocab: tokens in the vocabulary.
+
+        Returns:
+            float32, shape [n_vocab], as bytes.
+
+        Raises:
+            SystemExit: the decode fails.
+        """
+        batch = self.lib.llama_batch_init(1, 0, 1)
+        batch.n_tokens = 1
+        batch.token[0], batch.pos[0], batch.n_seq_id[0], batch.logits[0] = wanted["token"], wanted["pos"], 1, 1
+        batch.seq_id[0][0] = wanted["seq_id"]
+        result = self.lib.llama_decode(context, batch)
+        if result:
+            message = f"decode returned {result}"
+            raise SystemExit(message)
+        return bytes(self.ffi.buffer(self.lib.llama_get_logits_ith(context, 0), 4 * n_vocab))
+
     def take(self, context: Any, job: dict[str, Any], sequences: list[list[int]], scratch: Path) -> bytes:
         """The blob that a job asks for."""
         form = job["form"]
@@ -187,25 +227,40 @@ class Build:
         return bytes(self.ffi.buffer(buffer, written))
 
 
+def run(build: Build, model: Any, job: dict[str, Any], folder: Path, n_vocab: int) -> dict[str, Any]:
+    """Do one job.
+
+    Returns:
+        What came of it, for one line of output.
+
+    Raises:
+        SystemExit: the build refuses the context, a decode, or the blob.
+    """
+    context = build.context(model, job)
+    sequences = [
+        [(7 + 31 * seq_id + 13 * index) % n_vocab for index in range(n_tokens)]
+        for seq_id, n_tokens in enumerate(job["n_tokens"])
+    ]
+    if "load" in job:
+        build.give(context, job, Path(job["load"]).read_bytes())
+    else:
+        build.decode(model, context, sequences)
+    blob = build.take(context, job, sequences, folder)
+    (folder / job["name"]).write_bytes(blob)
+    if "next" in job:
+        (folder / f"{job['name']}.logits").write_bytes(build.next_logits(context, job["next"], n_vocab))
+    build.lib.llama_free(context)
+    return {"name": job["name"], "n_bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()}
+
+
 def main() -> None:
     """Do every job of the request on stdin."""
     request = json.load(sys.stdin)
     build = Build(request["library"], request["epoch"])
     model = build.load(request["model"])
     n_vocab = build.lib.llama_vocab_n_tokens(build.lib.llama_model_get_vocab(model))
-    folder = Path(request["folder"])
     for job in request["jobs"]:
-        context = build.context(model, job)
-        sequences = [
-            [(7 + 31 * seq_id + 13 * index) % n_vocab for index in range(n_tokens)]
-            for seq_id, n_tokens in enumerate(job["n_tokens"])
-        ]
-        build.decode(model, context, sequences)
-        blob = build.take(context, job, sequences, folder)
-        (folder / job["name"]).write_bytes(blob)
-        line = {"name": job["name"], "n_bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()}
-        print(json.dumps(line), flush=True)
-        build.lib.llama_free(context)
+        print(json.dumps(run(build, model, job, Path(request["folder"]), n_vocab)), flush=True)
     build.lib.llama_model_free(model)
 
 
