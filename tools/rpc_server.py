@@ -11,6 +11,7 @@ can use it, and nothing is encrypted: leave it on 127.0.0.1 unless the network i
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import socket
 import sys
@@ -24,6 +25,9 @@ sys.path.insert(0, str(ROOT))
 from llama_native import Library, NativeError, RpcServerUnusable, greet_rpc_server  # noqa: E402
 
 _STEP_S = 0.02
+_M_MMAP_THRESHOLD = -3
+"""Source: malloc.h of glibc."""
+_LARGE_BYTES = 64 * 1024
 _FAILED = 1
 
 
@@ -32,6 +36,17 @@ def free_port(host: str) -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def give_zeroed_memory() -> None:
+    """Let large buffers be fresh pages, which are zero.
+
+    Tensor mode in llama-cpp-python 0.3.36 multiplies parts of buffers that it never wrote by zero; in memory that was
+    used before there may be a NaN, and then every logit of the client is one.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def announce(endpoint: str, say_to: int, stopped: threading.Event) -> None:
@@ -61,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", action="append", help="a device to serve; may be given more than once (CPU)")
     parser.add_argument("--threads", type=int, default=1, help="threads of each processor device")
     options = parser.parse_args(arguments)
+    give_zeroed_memory()
     say_to = os.dup(1)
     os.dup2(2, 1)
     threading.Thread(target=end_with_parent, daemon=True).start()
