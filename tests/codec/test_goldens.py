@@ -155,7 +155,7 @@ def test_a_cut_or_damaged_real_state_is_refused_or_kept(name: str) -> None:
         check(flipped(data, at + at // 4 % 4, (0x01, 0x80, 0xFF)[at // 4 % 3]))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @_NAMES
 def test_every_cut_and_every_header_byte_of_a_real_state(name: str) -> None:
     """The same at every length (sampled above 64 KiB) and for every byte before the first rows."""
