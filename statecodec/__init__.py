@@ -24,6 +24,7 @@ from statecodec.errors import (
     UnknownVersion,
 )
 from statecodec.facts import ModelFacts
+from statecodec.findings import Finding, FindingCode, findings
 from statecodec.image import (
     AttentionSection,
     Change,
@@ -41,6 +42,7 @@ from statecodec.image import (
 from statecodec.layouts import Form, Layout, SectionKind
 from statecodec.limits import DEFAULT_LIMITS, Limits
 from statecodec.parse import parse
+from statecodec.quants import rotated, to_floats
 from statecodec.tensor_types import TensorType
 from statecodec.validate import validate
 from statecodec.views import Cells, Columns, Rotation, Rows, Span
@@ -55,6 +57,8 @@ __all__ = [
     "Chunk",
     "Columns",
     "Content",
+    "Finding",
+    "FindingCode",
     "Form",
     "Inconsistent",
     "Layout",
@@ -82,7 +86,10 @@ __all__ = [
     "Truncated",
     "UnknownVersion",
     "emit",
+    "findings",
     "parse",
+    "rotated",
+    "to_floats",
     "transcode",
     "validate",
 ]

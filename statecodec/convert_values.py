@@ -8,6 +8,7 @@ Laws:
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,40 @@ _TILE = 32
 _STATE_IT = "State it (rotation blocks of K and V, 0 for rows that are not rotated)."
 
 Rotations = Rotation | Sequence[Rotation] | None
+
+
+class VForm(enum.Enum):
+    """How a state holds V."""
+
+    PLAIN = "plain"
+    TRANSPOSED = "transposed"
+    ABSENT = "absent"
+
+
+class Fit(enum.Enum):
+    """Whether a state of one form can be given to a context of another."""
+
+    SAME = "same"
+    CONVERTIBLE = "convertible"
+    REFUSED = "refused"
+
+
+def v_form(image: StateImage) -> VForm | None:
+    """How the main cache holds V; None where no cell or no layer shows it."""
+    caches = [section for section in image.sections if isinstance(section, AttentionSection)]
+    shown = [stream for cache in caches for _, stream in cache.filled() if stream.keys]
+    if not shown:
+        return None
+    if not shown[0].values:
+        return VForm.ABSENT
+    return VForm.TRANSPOSED if shown[0].v_trans else VForm.PLAIN
+
+
+def v_fit(source: VForm, target: VForm) -> Fit:
+    """Whether V of one form fits another: the two present ones become each other, the absent one only fits itself."""
+    if source is target:
+        return Fit.SAME
+    return Fit.REFUSED if VForm.ABSENT in {source, target} else Fit.CONVERTIBLE
 
 
 def to_v_trans(image: StateImage, *, v_trans: bool) -> StateImage:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from statecodec.convert_cells import cut_at_gap, extract, keep_first, merge, renumber, to_streams
 from statecodec.convert_form import as_blob, as_file, carve_layers, join_layers, to_version
-from statecodec.convert_values import to_types, to_v_trans
+from statecodec.convert_values import Fit, VForm, to_types, to_v_trans, v_fit, v_form
 
 __all__ = [
+    "Fit",
+    "VForm",
     "as_blob",
     "as_file",
     "carve_layers",
@@ -24,4 +26,6 @@ __all__ = [
     "to_types",
     "to_v_trans",
     "to_version",
+    "v_fit",
+    "v_form",
 ]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from statecodec.quants import to_floats
 from statecodec.tensor_types import TYPE_TABLE, TensorType, row_values
 
 _PLAIN_DTYPES: dict[TensorType, np.dtype[Any]] = {
@@ -106,6 +107,10 @@ class Rows:
         flat = np.frombuffer(self.data, dtype=np.uint8)
         return flat.reshape(-1, self.row_bytes) if self.row_bytes else flat.reshape(0, 0)
 
+    def floats(self) -> npt.NDArray[np.float32]:
+        """The rows as numbers of 32 bits whatever their type, as stored (rotated where they are); a copy."""
+        return to_floats(self.kind, self.raw()).reshape(-1, self.n_values)
+
     def values(self) -> npt.NDArray[Any]:
         """The rows as numbers; float32, float16, or uint16 for bfloat16 bits; shape [n_cells, n_values], read-only.
 
@@ -113,7 +118,7 @@ class Rows:
             TypeError: the type is quantized, so there are no plain values to look at.
         """
         if self.kind not in _PLAIN_DTYPES:
-            message = f"{self.kind.name} rows are quantized: use raw() or convert them"
+            message = f"{self.kind.name} rows are quantized: use raw() or floats()"
             raise TypeError(message)
         flat = np.frombuffer(self.data, dtype=_PLAIN_DTYPES[self.kind])
         return flat.reshape(-1, self.n_values) if self.row_bytes else flat.reshape(0, 0)

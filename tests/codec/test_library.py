@@ -169,16 +169,13 @@ def to_f16(image: StateImage) -> StateImage:
 def test_a_converted_state_goes_on_as_if_it_had_been_read_there(
     lab: Lab, source: Setting, target: Setting, change: Callable[[StateImage], StateImage], bound: float | None
 ) -> None:
-    """The target takes the converted bytes whole, holds them, and its next logits are those of its own reading.
-
-    Where the source was quantized, they may be twice as far off as a quantized cache itself is.
-    """
+    """The target takes the converted bytes whole, holds them, and its next logits are those of its own reading."""
     blob = written(change(parse(lab.natively(source)[0])))
     held, after = lab.restored(target, blob)
     assert held == blob
     found = nmse(after, lab.natively(target)[1])
     print(f"nmse {found:.2e}")
-    # What that type costs on this build, measured where nothing else differs.
+    # From a quantized cache: twice what that type itself costs on this build, measured where nothing else differs.
     own = nmse(lab.natively(_Q8)[1], lab.natively(_F16)[1])
     assert found <= (2 * own if bound is None else bound)
 
