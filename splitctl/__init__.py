@@ -1,8 +1,11 @@
 """Switches a running llama.cpp session from one split mode to another, and keeps everything it holds.
 
 Main path: cli -> worker -> ``session.switch`` -> ``switcher.run`` -> ``machine.step`` -> command ->
-``effects.perform`` -> event -> ``machine.step``. To embed it: ``Session.open(model, Placement(...))``, ``prefill``, ``generate``, ``switch``.
+``effects.perform`` -> event -> ``machine.step``.
+
+To embed it: ``Session.open(model, Placement(...))``, ``prefill``, ``generate``, ``switch``.
 """
+
 from __future__ import annotations
 
 from splitctl.errors import (

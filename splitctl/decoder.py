@@ -201,13 +201,13 @@ class Decoder:
         tokens = slot.tokens[:n_tokens]
         if core.has_memory and core.engine.live.seq_rm(slot.seq_id, n_tokens - 1, -1):
             slot.tokens, slot.n_past = tokens[:-1], n_tokens - 1
-            self._effects.reseal()
+            self._effects.transfer.reseal()
             self.decode_new(slot, next(iter(batches(slot.seq_id, tokens[-1:], n_tokens - 1, 1, last_output=True))))
             return
         if core.has_memory:
             core.engine.live.seq_rm(slot.seq_id)
         slot.tokens, slot.n_past = tokens[:0], 0
-        self._effects.reseal()
+        self._effects.transfer.reseal()
         for batch in batches(slot.seq_id, tokens, 0, core.placement.n_batch, last_output=True):
             self.decode_new(slot, batch)
 
@@ -216,7 +216,7 @@ class Decoder:
         self._core.engine.live.seq_rm(slot.seq_id, slot.n_past - 1, -1)
         slot.n_past -= 1
         if self._switcher.on_trial:
-            self._effects.reseal()
+            self._effects.transfer.reseal()
         self.decode_pending([slot])
 
     def shift(self, slot: Slot, n_keep: int, n_discard: int) -> None:

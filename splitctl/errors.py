@@ -200,6 +200,40 @@ class Parked(SplitctlError):
         return f"the session is parked at {self.path}; open a session and restore it from there"
 
 
+class StateUnsound(SplitctlError):
+    """A state that was just saved is not what the library and the session say they hold."""
+
+    def __init__(self, why: str) -> None:
+        """Build from the contradiction.
+
+        Args:
+            why: what was found and what was wanted.
+        """
+        self.why = why
+        super().__init__(why)
+
+    def __str__(self) -> str:
+        """Name the contradiction."""
+        return self.why
+
+
+class CannotConvert(SplitctlError):
+    """A carry that the target's layout cannot hold, or that nobody knows how to rewrite for it."""
+
+    def __init__(self, why: str) -> None:
+        """Build from the obstacle.
+
+        Args:
+            why: what cannot be held, and what to do instead.
+        """
+        self.why = why
+        super().__init__(why)
+
+    def __str__(self) -> str:
+        """Name the obstacle."""
+        return f"the carry cannot be converted for the target: {self.why}"
+
+
 class CarryMismatch(SplitctlError):
     """A sound carry that belongs to another model, adapter or cache layout than the session's."""
 

@@ -214,9 +214,7 @@ class Session:
             if progress is not None:
                 progress(done, n)
 
-    def generate(
-        self, seq_id: int = 0, *, n: int = -1, sampler: SamplerSpec | None = None
-    ) -> Iterator[Token]:
+    def generate(self, seq_id: int = 0, *, n: int = -1, sampler: SamplerSpec | None = None) -> Iterator[Token]:
         """Generate, one token a step; a switch may come between any two.
 
         Args:
@@ -282,7 +280,7 @@ class Session:
             if dst.encoder_tokens.size:
                 self._decoder.encode_again()
             dst.take_rows(src.logits.copy(), src.output_ids.copy())
-            self._effects.reseal()
+            self._effects.transfer.reseal()
 
     def remove_sequence(self, seq_id: int) -> None:
         """Forget a sequence."""
@@ -291,7 +289,7 @@ class Session:
             if self._core.has_memory:
                 self._core.engine.live.seq_rm(seq_id)
             slot.clear()
-            self._effects.reseal()
+            self._effects.transfer.reseal()
 
     def rewind(self, n_tokens: int, seq_id: int = 0) -> None:
         """Cut a sequence to its first ``n_tokens``; where this memory cannot be cut, they are read again.

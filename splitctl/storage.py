@@ -49,7 +49,7 @@ class Storage:
             CarryNotWritten: what was at the path before is still there.
         """
         target = Path(path)
-        carries.write(target, carries.seal(self._carry(effects.snapshot())))
+        carries.write(target, carries.seal(self._carry(effects.transfer.snapshot())))
         return target.stat().st_size
 
     def park(self, sealed: Sealed | None) -> Path:
@@ -87,7 +87,7 @@ class Storage:
         for sequence in read.sequences:
             self._fill(slots[sequence.seq_id], sequence)
         core.check_encoder(sum(int(slot.encoder_tokens.size) for slot in slots.values()))
-        effects.replace(read.state, slots)
+        effects.transfer.replace(read.state, slots)
         for slot in slots.values():
             slot.sampler = self._sampler(next((s for s in read.sequences if s.seq_id == slot.seq_id), None))
 

@@ -77,14 +77,20 @@ PURE = (
 IMPURE_STANDARD = FORBIDDEN_STANDARD["statecodec*"] | {"uuid", "fcntl", "resource", "selectors"}
 
 #: Who may import which leaf. A leaf that is not named for a module is closed to it.
-BOTH_LEAVES = ("splitctl.switching.effects",)
-STATECODEC_TOO = ("splitctl.carry", "splitctl.facts", "splitctl.cli.state", "splitctl.switching.sealing")
+BOTH_LEAVES = ("splitctl.switching.transfer",)
+STATECODEC_TOO = (
+    "splitctl.carry",
+    "splitctl.facts",
+    "splitctl.cli.state*",
+    "splitctl.switching.sealing",
+    "splitctl.switching.conversion",
+)
 #: Parts that run without a native library in their process, so they know nothing of it.
 LIBRARY_FREE = ("splitctl.cli*", "splitctl.http*", "splitctl.host*", *PURE, *STATECODEC_TOO)
 #: What runs in the worker alone: it holds the library. Nobody else in the house imports these.
 WORKER_SIDE = ("splitctl.host.worker", "splitctl.host.running", "splitctl.host.inspection", "splitctl.host.faults")
 #: Modules of a leaf that are public as modules, beside the names in its `__init__`.
-PUBLIC_MODULES = ("llama_native.discover", "llama_native.capabilities")
+PUBLIC_MODULES = ("llama_native.discover", "llama_native.capabilities", "statecodec.transcode")
 #: The entry of the child process: it may exit, and reads what it is given.
 ENTRIES = ("splitctl.host.worker",)
 
@@ -328,12 +334,14 @@ def leaves_are_used_where_said(house: House) -> Iterator[Violation]:
                 yield Violation(module.name, found.line, f"imports {found.target}, which runs in the worker alone")
         if "statecodec" in seen and not module.is_one_of((*BOTH_LEAVES, *STATECODEC_TOO)):
             yield Violation(
-                module.name, seen["statecodec"], "imports statecodec; effects, sealing, carry, facts and cli/state do"
+                module.name,
+                seen["statecodec"],
+                "imports statecodec; transfer, sealing, conversion, carry, facts and cli/state do",
             )
         if "llama_native" in seen and module.is_one_of(LIBRARY_FREE) and not holds_library:
             yield Violation(module.name, seen["llama_native"], "imports llama_native; this part runs without a library")
         if {"llama_native", "statecodec"} <= seen.keys() and not module.is_one_of(BOTH_LEAVES):
-            yield Violation(module.name, seen["statecodec"], "imports both leaves; switching/effects alone does")
+            yield Violation(module.name, seen["statecodec"], "imports both leaves; switching/transfer alone does")
 
 
 def leaves_are_entered_by_the_front(house: House) -> Iterator[Violation]:

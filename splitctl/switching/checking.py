@@ -18,7 +18,6 @@ from splitctl.switching import rules
 from splitctl.switching.circumstances import BuildFacts, Finding, HostFacts, SessionFacts
 
 if TYPE_CHECKING:
-
     from llama_native import Library
     from splitctl.core import Core
     from splitctl.facts import ModelFacts
@@ -75,11 +74,11 @@ class Checker:
     def _reasons(
         self, current: Placement | None, target: Placement, session: SessionFacts, *, force: bool, convert: bool
     ) -> tuple[Reason, ...]:
-        del convert  # every conversion is refused by a rule today
         host = HostFacts(devices=self._devices, mem_available=psutil.virtual_memory().available)
 
         def judge(probe: ProbeVerdict | None) -> tuple[Finding, ...]:
-            return rules.check(current, target, self._facts, self._build, host, session, probe)
+            found = rules.check(current, target, self._facts, self._build, host, session, probe)
+            return tuple(finding for finding in found if not (convert and finding.code == rules.NEEDS_CONVERSION))
 
         findings = judge(None)
         if force:

@@ -1,9 +1,8 @@
-"""Does what the machine says: one method a command, on a session's parts. The only module that imports both leaves.
+"""Does what the machine says: one method a command, on a session's parts.
 
 Laws:
     1. ``perform`` never raises for what a switch can meet: it returns the event that it was. Defects do raise.
-    2. The sealed original is untouched from SEALING until SERVE; a switch that interrupts a trial saves beside it.
-    3. Commands of a fallback are shielded from the cancel flag.
+    2. Commands of a fallback are shielded from the cancel flag.
 """
 
 from __future__ import annotations
@@ -11,24 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import xxhash
-
-import statecodec
-from llama_native import CallFailed, LoadCancelled, NativeError, state_get, state_set, state_size
-from splitctl.errors import Cancelled, CarryDamaged, DeadlineExceeded, Refused, SplitctlError
+from llama_native import CallFailed, LoadCancelled, NativeError
+from splitctl.errors import Cancelled, CannotConvert, DeadlineExceeded, SplitctlError, StateUnsound
 from splitctl.outcome import DevicePeak, Reason
 from splitctl.switching.machine import Command, Event, EventKind
 from splitctl.switching.peaks import device_peaks
-from splitctl.switching.sealing import Sealed, contradictions
+from splitctl.switching.sealing import Sealed
+from splitctl.switching.transfer import Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from splitctl.arena import Arena
     from splitctl.core import Core
     from splitctl.placement import Placement
-    from splitctl.slot import Slot
     from splitctl.switching.machine import MachineState, Stage
 
 
@@ -59,12 +54,9 @@ class Effects:
         self.core = core
         self._park_to = park
         self.options = Options()
-        self._park_to = park
-        self.kept: Sealed | None = None
+        self.transfer = Transfer(core)
         self.parked_at: Path | None = None
         self.peaks: tuple[DevicePeak, ...] = ()
-        self._saved: tuple[memoryview, Mapping[int, tuple[int, int]]] | None = None
-        self._fresh: Sealed | None = None
         self._resolved: Placement | None = None
         self._methods: Mapping[Command, Callable[[MachineState], Event | None]] = {
             Command.QUIESCE: self._quiesce,
@@ -110,8 +102,10 @@ class Effects:
             if core.cancel.is_set():
                 return Event(EventKind.CANCELLED)
             return _failed("call-failed", str(error))
-        except statecodec.StateFormatError as error:
-            return _failed("state-damaged", f"the saved state does not parse: {error}")
+        except CannotConvert as error:
+            return _failed("cannot-convert", str(error))
+        except StateUnsound as error:
+            return _failed("state-unsound", str(error))
         except DeadlineExceeded as error:
             return Event(EventKind.TIMED_OUT, reasons=(Reason("busy", str(error)),))
         except (NativeError, SplitctlError, MemoryError, OSError, ValueError) as error:
@@ -134,126 +128,17 @@ class Effects:
         return Event(EventKind.REFUSED, reasons=reasons) if reasons else _DONE
 
     def _save(self, _state: MachineState) -> Event:
-        saved = self._take()
-        if isinstance(saved, str):
-            return _failed("short-state", saved)
-        self._saved = saved
+        self.transfer.save()
         return _DONE
 
-    def _take(self) -> tuple[memoryview, Mapping[int, tuple[int, int]]] | str:
-        """Copy the state out, beside a sealed original that is still kept; a text says what went wrong."""
-        core = self.core
-        if not core.has_memory:
-            return memoryview(b""), {}
-        context = core.engine.live
-        positions = core.positions()
-        n_bytes = state_size(context)
-        arena = core.arena if self.kept is None else self._other_arena(self.kept)
-        arena.reserve(n_bytes)
-        view = arena.view(n_bytes)
-        written = state_get(context, view)
-        if written != n_bytes:
-            return f"the library announced {n_bytes} bytes of state and wrote {written}"
-        return view, positions
-
-    def _seal(self, _state: MachineState) -> Event:
-        if self._saved is None:
-            msg = "sealing comes after saving"
-            raise AssertionError(msg)
-        view, positions = self._saved
-        self._saved = None
-        sealed = self._sealed(view, positions)
-        if isinstance(sealed, str):
-            return _failed("state-contradicts-session", sealed)
-        self._fresh = sealed
+    def _seal(self, state: MachineState) -> Event:
+        self.transfer.seal(_requested(state))
         return _DONE
-
-    def _sealed(self, view: memoryview, positions: Mapping[int, tuple[int, int]]) -> Sealed | str:
-        """Parse the bytes, hold them against the session's books and checksum them; a text says what is wrong."""
-        core = self.core
-        version = 0
-        used = core.used()
-        if core.has_memory:
-            held = {seq_id: last for seq_id, (_first, last) in positions.items() if last >= 0}
-            wanted = {slot.seq_id: slot.n_past - 1 for slot in used if slot.n_past}
-            if held != wanted:
-                return f"the library holds last positions {held}, the session counts {wanted}"
-            wrong, version = contradictions(core, view, wanted)
-            if wrong:
-                return wrong
-        return Sealed(
-            view=view,
-            digest=xxhash.xxh3_128_digest(view),
-            positions=positions,
-            n_tokens=sum(len(slot.tokens) for slot in used),
-            n_sequences=len(used),
-            version=version,
-        )
-
-    def snapshot(self) -> Sealed:
-        """Save and seal outside of a switch; valid until the next save, switch or proof.
-
-        Raises:
-            CarryDamaged: the bytes and the session's books disagree.
-            llama_native.CallFailed: the library wrote nothing.
-        """
-        taken = self._take()
-        sealed = taken if isinstance(taken, str) else self._sealed(*taken)
-        if isinstance(sealed, str):
-            raise CarryDamaged(None, sealed)
-        return sealed
-
-    def reseal(self) -> None:
-        """Keep a trial's original in step with a change of the memory that no decode was part of."""
-        if self.kept is not None:
-            self.kept = self.snapshot()
-
-    def replace(self, state: memoryview, slots: dict[int, Slot]) -> None:
-        """Put other sequences in place of those that the session holds.
-
-        Args:
-            state: their bytes; empty: the tokens are read again.
-            slots: the sequences, by id.
-
-        Raises:
-            CarryDamaged: the bytes do not parse, or hold something other than the sequences; nothing was touched.
-            Refused: the library would not take them; the session is as it was.
-        """
-        core = self.core
-        wanted = {slot.seq_id: slot.n_past - 1 for slot in slots.values() if slot.n_past}
-        try:
-            wrong = contradictions(core, state, wanted)[0] if core.has_memory and len(state) else ""
-        except statecodec.StateFormatError as error:
-            raise CarryDamaged(None, str(error)) from error
-        if wrong:
-            raise CarryDamaged(None, wrong)
-        before, old = self.snapshot(), core.slots
-        core.slots = slots
-        try:
-            core.engine.live.clear()
-            if len(state):
-                self._give(state)
-            else:
-                core.replay_tokens()
-        except NativeError as error:
-            core.slots = old
-            # A restore that failed can leave a context half written: it is thrown away.
-            core.engine.rebuild(core.placement)
-            self._give(before.view)
-            raise Refused((Reason("restore-refused", str(error)),)) from error
-        for slot in old.values():
-            slot.clear()
-        self.reseal()
 
     def _free(self, _state: MachineState) -> Event:
-        self._swap_original()
+        self.transfer.accept()
         self.core.engine.free()
         return _DONE
-
-    def _swap_original(self) -> None:
-        """The switch is past the point where the trial before it counts: what was saved now is the original."""
-        if self._fresh is not None:
-            self.kept, self._fresh = self._fresh, None
 
     def _place(self, state: MachineState) -> Event:
         report = self.options.progress
@@ -265,20 +150,12 @@ class Effects:
         return _DONE
 
     def _restore(self, _state: MachineState) -> Event:
-        self._give(self._original().view)
+        self.transfer.give_target()
         return _DONE
-
-    def _give(self, state: memoryview) -> None:
-        core = self.core
-        core.encode()
-        if core.has_memory:
-            n = state_set(core.engine.live, state)
-            if n != len(state):
-                raise CallFailed("llama_state_set_data", n, core.engine.library.log.tail(4))
 
     def _native_switch(self, state: MachineState) -> Event:
         target = _requested(state)
-        self._swap_original()
+        self.transfer.accept()
         mode = {"none": 0, "layer": 1, "row": 2, "tensor": 3}[target.mode.value]
         if not self.core.engine.live.native_switch(mode, target.tensor_split):
             tail = " | ".join(self.core.engine.library.log.tail(3))
@@ -290,8 +167,11 @@ class Effects:
         return _DONE
 
     def _prove(self, _state: MachineState) -> Event:
-        wrong = self._unproved(self._original())
+        wrong = self._unproved()
         return _failed("proof-failed", wrong) if wrong else self._placed()
+
+    def _unproved(self) -> str:
+        return self.transfer.unproved(read_back=self.options.read_back) if self.options.prove else ""
 
     def _placed(self) -> Event:
         resolved = self._resolved or self.core.placement
@@ -299,41 +179,11 @@ class Effects:
         self.peaks = device_peaks(self.core.engine.library, resolved)
         return Event(EventKind.DONE, placement=resolved)
 
-    def _unproved(self, sealed: Sealed) -> str:
-        """Say what of the restored state is not what was sealed; "" for nothing."""
-        core = self.core
-        if not self.options.prove or not core.has_memory:
-            return ""
-        now = core.positions()
-        moved = {
-            seq_id: (sealed.positions.get(seq_id, (-1, -1)), now.get(seq_id, (-1, -1)))
-            for seq_id in sealed.positions.keys() | now.keys()
-            if sealed.positions.get(seq_id, (-1, -1)) != now.get(seq_id, (-1, -1))
-        }
-        if moved:
-            return f"positions (saved, restored) differ: {moved}"
-        if not self.options.read_back:
-            return ""
-        n_bytes = len(sealed.view)
-        arena = self._other_arena(sealed)
-        arena.reserve(n_bytes)
-        view = arena.view(n_bytes)
-        n = state_get(core.engine.live, view)
-        if n != n_bytes:
-            return f"{n_bytes} bytes were restored and {n} read back"
-        if xxhash.xxh3_128_digest(view) != sealed.digest:
-            return "the restored state does not read back byte for byte"
-        return ""
-
-    def _other_arena(self, sealed: Sealed) -> Arena:
-        core = self.core
-        return core.spare if core.arena.holds(sealed.view) else core.arena
-
     def _enter_trial(self, _state: MachineState) -> None:
-        self._fresh = self._saved = None
+        self.transfer.enter_trial()
 
     def _serve(self, state: MachineState) -> None:
-        self.kept = self._fresh = self._saved = None
+        self.transfer.drop()
         if state.effective is not None:
             self.core.placement = state.effective
 
@@ -350,11 +200,11 @@ class Effects:
         return _DONE
 
     def _restore_old(self, _state: MachineState) -> Event:
-        self._give(self._original().view)
+        self.transfer.give_original()
         return _DONE
 
     def _prove_old(self, state: MachineState) -> Event:
-        wrong = self._unproved(self._original())
+        wrong = self._unproved()
         if wrong:
             return _failed("proof-failed", wrong)
         self.core.placement = _original_of(state)
@@ -372,21 +222,15 @@ class Effects:
 
     def _park(self, _state: MachineState) -> Event:
         self.core.engine.free()
-        self.parked_at = self._park_to(self.kept or self._fresh)
+        self.parked_at = self._park_to(self.transfer.latest)
         return _DONE
-
-    def _original(self) -> Sealed:
-        if self.kept is None:
-            msg = "a sealed original is kept until the trial ends"
-            raise AssertionError(msg)
-        return self.kept
 
     def _report(self, _state: MachineState) -> None:
         return None
 
     def _close(self, _state: MachineState) -> None:
         self.core.engine.free()
-        self.kept = self._fresh = self._saved = None
+        self.transfer.drop()
 
 
 _DONE = Event(EventKind.DONE)

@@ -19,6 +19,9 @@ from splitctl.probing.verdicts import ProbeVerdict, Verdict
 from splitctl.switching import tables
 from splitctl.switching.circumstances import BuildFacts, Finding, HostFacts, SessionFacts
 
+NEEDS_CONVERSION = "needs-conversion"
+"""The code of findings that a conversion of the carry lifts."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Case:
@@ -319,7 +322,18 @@ def _conversion(case: _Case) -> Iterator[Finding]:
     if _streams(current) != _streams(target):
         needed.append(f"{_streams(current)} stream(s) of cells to {_streams(target)}")
     for what in needed:
-        yield Finding("needs-conversion", f"needs conversion: {what}; keep it as it is, or start afresh in the target")
+        if case.facts.architecture in tables.OPAQUE_STATES:
+            text = (
+                f"the {what} of {case.facts.architecture} cannot be converted: its state is carried whole, not "
+                "understood; keep it as it is, or start afresh in the target"
+            )
+            yield Finding("cannot-convert", text)
+        elif any(f"to {kind}" in what for kind in tables.SOURCE_ONLY_CACHE_TYPES):
+            text = f"the {what} cannot be converted: that type is read and not written; choose another cache type"
+            yield Finding("cannot-convert", text)
+        else:
+            text = f"needs conversion: {what}; allow it (without --no-convert), or keep it as it is"
+            yield Finding(NEEDS_CONVERSION, text)
 
 
 def _streams(placement: Placement) -> int:

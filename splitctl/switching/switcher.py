@@ -118,7 +118,7 @@ class Switcher:
             self._ms[_TIMED[stage]] = spent
         elif command not in machine.HOUSEKEEPING and stage is not Stage.SWITCHING_NATIVELY:
             self._fallback_ms = (self._fallback_ms or 0.0) + spent
-        kept = self.effects.kept
+        kept = self.effects.transfer.kept
         if kept is not None:
             self._counts = (len(kept.view), kept.n_sequences, kept.n_tokens)
         return result
@@ -148,6 +148,7 @@ class Switcher:
             weight_bytes=model.size_bytes if model is not None and touched else None,
             n_sequences=n_sequences,
             n_tokens=n_tokens,
+            conversions=self.effects.transfer.conversions if state.status is SwitchStatus.SWITCHED else (),
             via=state.via,
             peak_device_bytes=self.effects.peaks if went_well else (),
         )

@@ -97,6 +97,12 @@ FULL_CACHE_TYPES_SINCE = 11549
 QUANTIZED_CACHE_TYPES = frozenset({"q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"})
 CACHE_BLOCK_VALUES = 32
 
+#: Cache types that a carry can be converted from and not to.
+SOURCE_ONLY_CACHE_TYPES = frozenset({"iq4_nl"})
+
+#: Architectures whose saved state has a format of its own, which is carried whole.
+OPAQUE_STATES = frozenset({"deepseek4"})
+
 
 def build_number(version: str) -> int | None:
     """Find llama.cpp's build number in a package's version.

@@ -1,0 +1,274 @@
+"""Moves the state between a context and a sealed copy: out, checked, converted, in again, proved.
+
+The only module that imports both leaves.
+
+Laws:
+    1. A sealed original is untouched from SEALING until SERVE; a save meanwhile goes beside it.
+    2. Nothing reaches the library that has not been parsed and held against the session.
+    3. After a restore that failed the context is thrown away.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import xxhash
+
+import statecodec
+from llama_native import CallFailed, NativeError, state_get, state_set, state_size
+from splitctl.errors import CannotConvert, CarryDamaged, Refused, StateUnsound
+from splitctl.outcome import Reason
+from splitctl.switching import conversion
+from splitctl.switching.sealing import Sealed, contradictions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from splitctl.arena import Arena
+    from splitctl.core import Core
+    from splitctl.placement import Placement
+    from splitctl.slot import Slot
+
+
+class Transfer:
+    """The state of one session on its way. Thread: the session's turn guards it."""
+
+    def __init__(self, core: Core) -> None:
+        """Work on ``core``."""
+        self.core = core
+        self.kept: Sealed | None = None
+        self.conversions: tuple[str, ...] = ()
+        self._saved: tuple[memoryview, Mapping[int, tuple[int, int]]] | None = None
+        self._fresh: Sealed | None = None
+        self._plan: conversion.Plan | None = None
+        self._converted: memoryview | None = None
+
+    def save(self) -> None:
+        """Copy the state out, beside a sealed original that is still kept.
+
+        Raises:
+            StateUnsound: the library wrote another number of bytes than it announced.
+            llama_native.CallFailed: it wrote nothing.
+        """
+        self._saved = self._take()
+
+    def seal(self, target: Placement) -> None:
+        """Parse what was saved, hold it against the session, checksum it; convert a copy where the target needs it.
+
+        Raises:
+            StateUnsound: the bytes do not parse, or bytes, library and session disagree.
+            CannotConvert: the target cannot hold them.
+        """
+        if self._saved is None:
+            msg = "sealing comes after saving"
+            raise AssertionError(msg)
+        saved, self._saved = self._saved, None
+        self._fresh = self._sealed(*saved)
+        self._converted, self.conversions, self._plan = None, (), None
+        if self.core.has_memory and self._fresh.n_tokens:
+            self._plan = conversion.plan(self.core.placement, target)
+        if self._plan is not None and not self._plan.is_quantized:
+            self._convert(self._fresh.view, self._plan, None)
+
+    def _convert(self, state: memoryview, plan: conversion.Plan, shown: memoryview | None) -> None:
+        try:
+            self._converted, self.conversions = conversion.convert(state, plan, shown)
+        except statecodec.NotRepresentable as error:
+            raise CannotConvert(str(error)) from error
+
+    def accept(self) -> None:
+        """Let what was sealed now be the original: the switch is past the point where a trial before it counts."""
+        if self._fresh is not None:
+            self.kept, self._fresh = self._fresh, None
+
+    def give_target(self) -> None:
+        """Give the target's fresh context the carry, converted where it must be.
+
+        Raises:
+            llama_native.CallFailed: the library refused it.
+            CannotConvert: the target cannot hold it.
+        """
+        sealed = self.original
+        if self._plan is not None and self._plan.is_quantized:
+            self._convert(sealed.view, self._plan, self._shown())
+        self._give(sealed.view if self._converted is None else self._converted)
+
+    def give_original(self) -> None:
+        """Give the old placement's fresh context the sealed original.
+
+        Raises:
+            llama_native.CallFailed: the library refused it.
+        """
+        self._converted = None
+        self._give(self.original.view)
+
+    def unproved(self, *, read_back: bool) -> str:
+        """Say what of the restored state is not what was given; "" for nothing.
+
+        Args:
+            read_back: also read every byte back.
+        """
+        core, sealed = self.core, self.original
+        if not core.has_memory:
+            return ""
+        now = core.positions()
+        nowhere = (-1, -1)
+        moved = {
+            seq_id: (sealed.positions.get(seq_id, nowhere), now.get(seq_id, nowhere))
+            for seq_id in sealed.positions.keys() | now.keys()
+            if sealed.positions.get(seq_id, nowhere) != now.get(seq_id, nowhere)
+        }
+        if moved:
+            return f"positions (saved, restored) differ: {moved}"
+        if not read_back:
+            return ""
+        given, digest = sealed.view, sealed.digest
+        if self._converted is not None:
+            given, digest = self._converted, xxhash.xxh3_128_digest(self._converted)
+        arena = self._other_arena(sealed)
+        arena.reserve(len(given))
+        view = arena.view(len(given))
+        n = state_get(core.engine.live, view)
+        if n != len(given):
+            return f"{len(given)} bytes were restored and {n} read back"
+        return "" if xxhash.xxh3_128_digest(view) == digest else "the restored state does not read back byte for byte"
+
+    def enter_trial(self) -> None:
+        """Keep the sealed original only."""
+        self._fresh = self._saved = self._converted = None
+
+    def drop(self) -> None:
+        """Keep nothing."""
+        self.kept = None
+        self.enter_trial()
+
+    @property
+    def latest(self) -> Sealed | None:
+        """The sealed state that is the best there is; None where there is none."""
+        return self.kept or self._fresh
+
+    @property
+    def original(self) -> Sealed:
+        """The sealed original; there is one until the trial ends."""
+        if self.kept is None:
+            msg = "a sealed original is kept until the trial ends"
+            raise AssertionError(msg)
+        return self.kept
+
+    def snapshot(self) -> Sealed:
+        """Save and seal outside of a switch; valid until the next save, switch or proof.
+
+        Raises:
+            StateUnsound: bytes, library and session disagree.
+            llama_native.CallFailed: the library wrote nothing.
+        """
+        return self._sealed(*self._take())
+
+    def reseal(self) -> None:
+        """Keep a trial's original in step with a change of the memory that no decode was part of."""
+        if self.kept is not None:
+            self.kept = self.snapshot()
+
+    def replace(self, state: memoryview, slots: dict[int, Slot]) -> None:
+        """Put other sequences in place of those that the session holds.
+
+        Args:
+            state: their bytes; empty: the tokens are read again.
+            slots: the sequences, by id.
+
+        Raises:
+            CarryDamaged: the bytes do not parse, or hold something other than the sequences; nothing was touched.
+            Refused: the library would not take them; the session is as it was.
+        """
+        core = self.core
+        wanted = {slot.seq_id: slot.n_past - 1 for slot in slots.values() if slot.n_past}
+        try:
+            wrong = contradictions(core, state, wanted)[0] if core.has_memory and len(state) else ""
+        except statecodec.StateFormatError as error:
+            raise CarryDamaged(None, str(error)) from error
+        if wrong:
+            raise CarryDamaged(None, wrong)
+        before, old = self.snapshot(), core.slots
+        core.slots = slots
+        try:
+            core.engine.live.clear()
+            if len(state):
+                self._give(state)
+            else:
+                core.replay_tokens()
+        except NativeError as error:
+            core.slots = old
+            # A restore that failed can leave a context half written: it is thrown away.
+            core.engine.rebuild(core.placement)
+            self._give(before.view)
+            raise Refused((Reason("restore-refused", str(error)),)) from error
+        for slot in old.values():
+            slot.clear()
+        self.reseal()
+
+    def _take(self) -> tuple[memoryview, Mapping[int, tuple[int, int]]]:
+        """Copy the state out, beside a sealed original that is still kept."""
+        core = self.core
+        if not core.has_memory:
+            return memoryview(b""), {}
+        context = core.engine.live
+        positions = core.positions()
+        n_bytes = state_size(context)
+        arena = core.arena if self.kept is None else self._other_arena(self.kept)
+        arena.reserve(n_bytes)
+        view = arena.view(n_bytes)
+        written = state_get(context, view)
+        if written != n_bytes:
+            raise StateUnsound(f"the library announced {n_bytes} bytes of state and wrote {written}")
+        return view, positions
+
+    def _sealed(self, view: memoryview, positions: Mapping[int, tuple[int, int]]) -> Sealed:
+        """Parse the bytes, hold them against the session's books and checksum them."""
+        core = self.core
+        version = 0
+        used = core.used()
+        if core.has_memory:
+            held = {seq_id: last for seq_id, (_first, last) in positions.items() if last >= 0}
+            wanted = {slot.seq_id: slot.n_past - 1 for slot in used if slot.n_past}
+            if held != wanted:
+                raise StateUnsound(f"the library holds last positions {held}, the session counts {wanted}")
+            try:
+                wrong, version = contradictions(core, view, wanted)
+            except statecodec.StateFormatError as error:
+                raise StateUnsound(f"the saved state does not parse: {error}") from error
+            if wrong:
+                raise StateUnsound(wrong)
+        return Sealed(
+            view=view,
+            digest=xxhash.xxh3_128_digest(view),
+            positions=positions,
+            n_tokens=sum(len(slot.tokens) for slot in used),
+            n_sequences=len(used),
+            version=version,
+        )
+
+    def _shown(self) -> memoryview:
+        """Let the target write a state of its own: one token into its empty memory, which is cleared again."""
+        core = self.core
+        slot = next(slot for slot in core.used() if slot.n_past)
+        context = core.engine.live
+        context.decode(slot.tokens[:1], [0], [slot.seq_id], [True])
+        buffer = bytearray(state_size(context))
+        shown = memoryview(buffer)[: state_get(context, buffer)]
+        context.clear()
+        return shown
+
+    def _give(self, state: memoryview) -> None:
+        core = self.core
+        core.encode()
+        if core.has_memory:
+            n = state_set(core.engine.live, state)
+            if n != len(state):
+                raise CallFailed("llama_state_set_data", n, core.engine.library.log.tail(4))
+
+    def _other_arena(self, sealed: Sealed) -> Arena:
+        core = self.core
+        return core.spare if core.arena.holds(sealed.view) else core.arena
+
+
+__all__ = ["Transfer"]
