@@ -36,6 +36,9 @@ SAMPLES: list[tuple[SplitctlError, str]] = [
     (errors.CarryMismatch([Difference("n_vocab", "1", "2")]), "n_vocab: carry 1, session 2;"),
     (errors.CarryDamaged(Path("/x"), "it ends early"), "/x cannot be used as a carry: it ends early;"),
     (errors.CarryDamaged(None, "it ends early"), "the carry in memory cannot be used"),
+    (errors.StateUnsound("no cells"), "no cells"),
+    (errors.CannotConvert("no type"), "the carry cannot be converted for the target: no type"),
+    (errors.AdapterInvalid(Path("/a"), "it is empty"), "adapter /a cannot be used: it is empty; give a LoRA file"),
     (
         errors.CarryNotWritten(Path("/x"), "No space left on device"),
         "could not be saved as /x: No space left on device",
