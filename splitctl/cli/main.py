@@ -13,6 +13,7 @@ from splitctl.cli.devices import devices
 from splitctl.cli.doctor import doctor
 from splitctl.cli.output import ExitCode, Screen, error_body, one_line, print_json
 from splitctl.cli.run import run
+from splitctl.cli.state import state
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -24,6 +25,7 @@ def cli() -> None:
 cli.add_command(run)
 cli.add_command(devices)
 cli.add_command(doctor)
+cli.add_command(state)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,347 @@
+"""`splitctl state`: what a saved state is, whether it is sound, as what else it can be written, and whether two agree.
+
+Everything happens in this process: the codec reads bytes, and no library is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import xxhash
+from rich.console import Console
+from rich.table import Table
+
+import statecodec
+from splitctl.cli import state_convert, state_text
+from splitctl.cli.options import json_option
+from splitctl.cli.output import ExitCode, Screen, error_body, one_line, print_json
+from splitctl.cli.state_convert import Wanted
+from splitctl.cli.state_diff import Comparison, compare
+from splitctl.cli.state_facts import codec_facts, facts_of_rows
+from splitctl.cli.state_file import StateFile, opened
+from splitctl.errors import SplitctlError
+from splitctl.facts import ModelFacts, read_facts
+from splitctl.placement import KV_TYPES
+from splitctl.tensorfile import view_of
+from statecodec import Rotation, StateCodecError, StateFormatError, StateImage, TensorType
+
+_files = click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE...")
+_model = click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    metavar="GGUF",
+    help="The model's file: its facts decide and are checked.",
+)
+
+#: What a file may do to a command; nothing else is expected of one.
+_FAULTS = (StateCodecError, SplitctlError, OSError)
+
+
+class Streams(click.ParamType[int]):
+    """A number of streams, or `unified`."""
+
+    name = "unified|N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Read the number; unified is one."""
+        if value == "unified":
+            return 1
+        if str(value).isdecimal() and 1 <= int(value) <= 256:
+            return int(value)
+        return self.fail(f"{value!r} is not unified or a number from 1 to 256", param, ctx)
+
+
+class Blocks(click.ParamType[Rotation]):
+    """Hadamard blocks of K and V."""
+
+    name = "K,V"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Rotation:
+        """Read one number for both, or two."""
+        words = str(value).split(",")
+        if len(words) <= 2 and all(word.isdecimal() for word in words):
+            blocks = [int(word) for word in words]
+            if all(block == 0 or (block <= 1 << 16 and block & (block - 1) == 0) for block in blocks):
+                return Rotation(blocks[0], blocks[-1])
+        return self.fail(f"{value!r} is not one or two powers of two (0: not rotated), for example 64,64", param, ctx)
+
+
+class Renumbering(click.ParamType[dict[int, int]]):
+    """Old and new ids of sequences."""
+
+    name = "OLD=NEW,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[int, int]:
+        """Read pairs separated by commas."""
+        pairs = [pair.partition("=") for pair in str(value).split(",")]
+        if all(old.isdecimal() and new.isdecimal() for old, _, new in pairs) and len({p[0] for p in pairs}) == len(
+            pairs
+        ):
+            return {int(old): int(new) for old, _, new in pairs}
+        return self.fail(f"{value!r} is not pairs of ids, for example 0=2,1=0", param, ctx)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One file's answer.
+
+    Args:
+        body: the object for JSON.
+        is_good: whether nothing was wrong.
+    """
+
+    body: dict[str, Any]
+    is_good: bool
+
+
+@click.group()
+def state() -> None:
+    """Look into saved states: llama.cpp's blobs, session and sequence files, slot files, and splitctl's own carry."""
+
+
+@state.command()
+@_files
+@_model
+@json_option
+def inspect(*, files: tuple[Path, ...], model: Path | None, as_json: bool) -> int:
+    """Say what states are: form, version, layout, sections, cells, types."""
+
+    def look(file: StateFile, image: StateImage) -> dict[str, Any]:
+        body = state_text.describe(file, image)
+        if not as_json:
+            _show(list(state_text.rows(body)))
+        return body
+
+    return _each(files, model, look, as_json=as_json)
+
+
+@state.command()
+@_files
+@_model
+@json_option
+def validate(*, files: tuple[Path, ...], model: Path | None, as_json: bool) -> int:
+    """Say whether states are sound, by themselves and as states of a model; 1 when one is not."""
+
+    def look(file: StateFile, image: StateImage) -> dict[str, Any]:
+        if file.carry is not None:
+            for name, tensor in file.carry.tensors.items():
+                if xxhash.xxh3_128_hexdigest(view_of(tensor)) != file.carry.checksums.get(name):
+                    raise StateFormatError(
+                        0, f"tensor {name} of the carry", "another checksum", "the one it was sealed with"
+                    )
+        text = f"{file.path}: sound: {_short(image)}"
+        if not as_json:
+            sys.stdout.write(text + "\n")
+        return {"file": str(file.path), "valid": True, "reading": _short(image)}
+
+    return _each(files, model, look, as_json=as_json)
+
+
+def _each(paths: Sequence[Path], model: Path | None, look: Any, *, as_json: bool) -> ExitCode:
+    """Look at files one by one and tell what is wrong with each."""
+    bodies: list[dict[str, Any]] = []
+    failures: list[tuple[str, str]] = []
+    with Screen(as_json=as_json) as screen:
+        try:
+            facts = None if model is None else read_facts(model)
+        except _FAULTS as error:
+            return screen.fail(type(error).__name__, str(error), ExitCode.FAILED)
+        for path in paths:
+            try:
+                with opened(path) as file:
+                    bodies.append(look(file, _read(file, facts)))
+            except _FAULTS as error:
+                message = _message(path, error)
+                failures.append((type(error).__name__, message))
+                bodies.append({"file": str(path), "valid": False, "error": _error(error)})
+                screen.line(f"splitctl: {message}")
+    if as_json and failures:
+        print_json(error_body(*failures[0], ExitCode.FAILED, {"files": bodies}))
+    elif as_json:
+        print_json({"files": bodies})
+    return ExitCode.FAILED if failures else ExitCode.DONE
+
+
+def _read(file: StateFile, facts: ModelFacts | None) -> StateImage:
+    """Read a state and hold it against itself and, where given, its model."""
+    if facts is None:
+        return file.parsed()
+    image = file.parsed(codec_facts(facts))
+    statecodec.validate(image, facts_of_rows(facts, image))
+    return image
+
+
+def _message(path: Path, error: Exception) -> str:
+    text = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+    return one_line(text if str(path) in text else f"{path}: {text}")
+
+
+def _error(error: Exception) -> dict[str, Any]:
+    """An error as an object, with the place where the bytes stop making sense."""
+    body: dict[str, Any] = {"kind": type(error).__name__, "message": one_line(str(error))}
+    if isinstance(error, StateFormatError):
+        body |= {
+            "offset": error.offset,
+            "field": error.field,
+            "found": str(error.found),
+            "expected": str(error.expected),
+        }
+    return body
+
+
+def _short(image: StateImage) -> str:
+    cells = ", ".join(
+        f"{section.kind.value} {'' if section.n_cells is None else f'{section.n_cells} cells'}".strip()
+        for section in image.sections
+    )
+    content = "" if image.content is statecodec.Content.FULL else f", {image.content.value}"
+    layouts = " or ".join(sorted(layout.name for layout in image.layouts))
+    return f"{image.form.value}, layout {layouts}{content}, {cells or 'no memory'}"
+
+
+def _show(rows: list[tuple[str, str]]) -> None:
+    """A table on a terminal, a line a fact elsewhere."""
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=not sys.stdout.isatty())
+    if not console.is_terminal:
+        sys.stdout.write("".join(f"{label}: {text}\n" for label, text in rows))
+        return
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in rows:
+        table.add_row(label, text)
+    console.print(table, markup=False)
+
+
+@state.command()
+@_files
+@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, metavar="OUT", help="The file to write.")
+@click.option("--force", is_flag=True, help="Replace OUT if it is there, even if it is the input.")
+@click.option("--to-version", type=click.Choice(["9", "10", "11"]), help="Session version (sequence version 2, 3, 4).")
+@click.option("--flash-attn", type=click.Choice(["on", "off"]), help="For a context with flash attention, or without.")
+@click.option("--type-k", type=click.Choice(KV_TYPES), help="Type of K.")
+@click.option("--type-v", type=click.Choice(KV_TYPES), help="Type of V.")
+@click.option("--streams", type=Streams(), help="One stream for all sequences, or one for each of N.")
+@click.option("--rotation", type=Blocks(), help="Hadamard blocks that the rows are to have; 0: not rotated.")
+@click.option("--source-rotation", type=Blocks(), help="Those that they have, where the bytes do not say.")
+@click.option("--first", type=click.IntRange(0), metavar="N", help="Keep the positions below N.")
+@click.option("--cut-at-gap", is_flag=True, help="Keep what stands before the first missing position.")
+@click.option("--extract", type=click.IntRange(0, 255), metavar="SEQ", help="Take one sequence out of a context.")
+@click.option("--merge", is_flag=True, help="Make the sequences of several files one context, numbered from 0.")
+@click.option("--architecture", metavar="NAME", help="What a merged context belongs to, unless --model says it.")
+@click.option("--renumber", type=Renumbering(), help="Give sequences other ids.")
+@click.option("--form", type=click.Choice(["blob", "file"]), help="A bare state, or one in a file with its tokens.")
+@_model
+@json_option
+def convert(*, files: tuple[Path, ...], out: Path, force: bool, model: Path | None, as_json: bool, **given: Any) -> int:
+    """Write a state as another context wants it, and say how exact that is."""
+    if len(files) > 1 and not given["merge"]:
+        raise click.UsageError(f"one FILE is converted at a time, or several with --merge; given are {len(files)}")
+    if given["merge"] and given["extract"] is not None:
+        raise click.UsageError("--merge and --extract go opposite ways: give one of them")
+    with Screen(as_json=as_json) as screen:
+        try:
+            facts = None if model is None else read_facts(model)
+            _refuse_existing(files, out, force=force)
+            wanted = _wanted(given, facts)
+            with contextlib.ExitStack() as stack:
+                opens = [stack.enter_context(opened(path)) for path in files]
+                if not wanted.is_anything and opens[0].carry is None:
+                    raise click.UsageError("say what to change, for example --to-version 11")
+                image = state_convert.convert(opens, [_read(file, facts) for file in opens], wanted)
+                body = state_convert.answer(image, out, state_convert.write(image, out, opens))
+        except _FAULTS as error:
+            about = out if isinstance(error, OSError) else files[0]
+            more = {"files": [{"file": str(files[0]), "error": _error(error)}]}
+            return screen.fail(type(error).__name__, _message(about, error), ExitCode.FAILED, more)
+    if as_json:
+        print_json(body)
+    else:
+        sys.stdout.write("\n".join(state_convert.lines(body)) + "\n")
+    return ExitCode.DONE
+
+
+def _refuse_existing(files: Sequence[Path], out: Path, *, force: bool) -> None:
+    """Leave a file that is there alone, above all an input.
+
+    Raises:
+        click.UsageError: it is there, and nobody said that it may go.
+    """
+    if force or not out.exists():
+        return
+    is_input = any(path.exists() and path.samefile(out) for path in files)
+    what = "is the input" if is_input else "is there already"
+    raise click.UsageError(f"{out} {what}; name another file with -o, or replace it with --force")
+
+
+def _wanted(given: dict[str, Any], facts: ModelFacts | None) -> Wanted:
+    def kind(name: str | None) -> TensorType | None:
+        return None if name is None else TensorType[name.upper()]
+
+    return Wanted(
+        version=None if given["to_version"] is None else int(given["to_version"]),
+        flash_attn=None if given["flash_attn"] is None else given["flash_attn"] == "on",
+        type_k=kind(given["type_k"]),
+        type_v=kind(given["type_v"]),
+        n_stream=given["streams"],
+        source_rotation=given["source_rotation"],
+        rotation=given["rotation"],
+        first=given["first"],
+        cut_at_gap=given["cut_at_gap"],
+        extract=given["extract"],
+        merge=given["merge"],
+        architecture=facts.architecture if facts is not None and given["merge"] else given["architecture"],
+        renumber=given["renumber"],
+        as_file=None if given["form"] is None else given["form"] == "file",
+    )
+
+
+@state.command()
+@click.argument("first", type=click.Path(path_type=Path))
+@click.argument("second", type=click.Path(path_type=Path))
+@click.option(
+    "--nmse", type=click.FloatRange(0), default=0.0, show_default=True, help="Error of rows that counts as the same."
+)
+@_model
+@json_option
+def diff(*, first: Path, second: Path, nmse: float, model: Path | None, as_json: bool) -> int:
+    """Say whether two states hold the same, however each is written; 1 when they do not."""
+    with Screen(as_json=as_json) as screen:
+        path = first
+        try:
+            facts = None if model is None else read_facts(model)
+            with opened(first) as one, opened(second) as two:
+                image = _read(one, facts)
+                path = second
+                found = compare(image, _read(two, facts))
+        except _FAULTS as error:
+            more = {"files": [{"file": str(path), "error": _error(error)}]}
+            return screen.fail(type(error).__name__, _message(path, error), ExitCode.FAILED, more)
+    code = ExitCode.DONE if found.is_same(nmse) else ExitCode.FAILED
+    if as_json:
+        print_json({"first": str(first), "second": str(second), **found.to_json(nmse)})
+    else:
+        sys.stdout.write("\n".join(_told(found, nmse)) + "\n")
+    return code
+
+
+def _told(found: Comparison, limit: float) -> Iterator[str]:
+    yield "the same" if found.is_same(limit) else "different"
+    for what, one, two in found.differences:
+        yield f"  {what}: {one} | {two}"
+    for index, (sides, n_cells) in enumerate(zip(found.sections, found.n_cells, strict=True)):
+        for side, error in sides.items():
+            equal = "bytes equal" if error.is_equal else f"NMSE {error.nmse:.3g}"
+            yield f"  section {index}: {side.upper()} of {n_cells} cells: {equal}"
+    yield from (f"  ! {note}" for note in found.notes)
+    for what, one, two in found.writings:
+        yield f"  written differently: {what}: {one} | {two}"
+
+
+__all__ = ["state"]

@@ -1,0 +1,67 @@
+"""What a model's file says about the states of its contexts: only what every build agrees on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import statecodec
+from splitctl.facts import ModelFacts
+
+#: Its n-gram heads give every cell an extra record, though a position is one number.
+_WITH_RECORD = frozenset({"qwen4exp"})
+
+
+def codec_facts(facts: ModelFacts) -> statecodec.ModelFacts:
+    """Say in the codec's terms what a model's header promises of every state.
+
+    What builds differ in (which layers a sliding window has, whether M-RoPE cells carry a record) is left open.
+
+    Args:
+        facts: the model.
+
+    Returns:
+        The facts to read by and to check against.
+    """
+    sections: tuple[str, ...] | None = None
+    if not facts.has_memory:
+        sections = ()
+    elif facts.is_recurrent:
+        sections = ("recurrent",)
+    has_sections_of_rope = any(key.endswith(".rope.dimension_sections") for key, _ in facts.rope)
+    is_plain = not has_sections_of_rope and facts.architecture not in _WITH_RECORD
+    return statecodec.ModelFacts(
+        architecture=facts.architecture,
+        sections=sections,
+        # The file of an encoder-decoder counts the layers of its encoder.
+        n_layer=None if facts.is_encoder_decoder else facts.n_layer,
+        has_ext=False if is_plain else None,
+        n_recurrent=facts.recurrence.n_layers if facts.is_recurrent and facts.recurrence else None,
+        n_vocab=facts.n_vocab or None,
+    )
+
+
+def facts_of_rows(facts: ModelFacts, image: statecodec.StateImage) -> statecodec.ModelFacts:
+    """Add the widths of K and V rows, where the state has one plain cache of every layer that the header describes.
+
+    Args:
+        facts: the model.
+        image: a state that was read by `codec_facts`.
+
+    Returns:
+        The facts to validate the image against.
+    """
+    known = codec_facts(facts)
+    heads = [count for count in facts.n_head_kv if count]
+    special = facts.is_mla or facts.n_embd_indexer or facts.n_swa or facts.is_hybrid or facts.is_encoder_decoder
+    is_extended = any(".nextn." in tensor.name for tensor in facts.tensors)
+    caches = [section for section in image.sections if isinstance(section, statecodec.AttentionSection)]
+    if special or is_extended or len(image.sections) != 1 or not caches or not caches[0].n_cells:
+        return known
+    return replace(
+        known,
+        n_embd_k=tuple(count * facts.n_embd_head_k for count in heads),
+        n_embd_v=tuple(count * facts.n_embd_head_v for count in heads),
+    )
+
+
+__all__ = ["codec_facts", "facts_of_rows"]

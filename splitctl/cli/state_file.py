@@ -1,0 +1,236 @@
+"""Opens files that hold a state: mapped, never read whole, and watched while they are looked at.
+
+Laws:
+    1. A file is mapped read-only, so its size costs no memory; our own carry is one more wrapping of the same bytes.
+    2. A mapped file that becomes shorter would end the process by a signal. Where the system grants it, a lease makes
+       other writers wait and tells us; everywhere the file's size and time are compared before an answer is believed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import signal
+import stat
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+import statecodec
+from splitctl import carry as carries
+from splitctl.carry_text import Words, from_texts
+from splitctl.errors import CarryDamaged, SplitctlError
+from splitctl.tensorfile import MAX_HEADER_BYTES, TensorFile
+
+_SIZE_BYTES = 8
+_STATE = "state"
+
+
+class StateUnreadable(SplitctlError):
+    """A file that cannot be looked at, or that another program changed meanwhile."""
+
+    def __init__(self, path: Path, found: str, action: str) -> None:
+        """Build from the facts.
+
+        Args:
+            path: the file.
+            found: what is the matter with it.
+            action: what to do.
+        """
+        self.path = path
+        self.found = found
+        self.action = action
+        super().__init__(path, found, action)
+
+    def __str__(self) -> str:
+        """Say what was found and what to do."""
+        return f"{self.found}; {self.action}"
+
+
+@dataclass(frozen=True, slots=True)
+class CarryAround:
+    """What our own carry says beside the state.
+
+    Args:
+        words: everything of it that is no tensor.
+        checksums: tensor name -> xxh3-128.
+        tensors: every tensor by name, as views on the mapped file.
+    """
+
+    words: Words
+    checksums: Mapping[str, str]
+    tensors: Mapping[str, np.ndarray[Any, np.dtype[Any]]]
+
+    def tokens(self, seq_id: int) -> np.ndarray[Any, np.dtype[np.int32]] | None:
+        """The tokens of one sequence; int32, shape [n]; None where it has no such sequence."""
+        return self.tensors.get(f"seq.{seq_id}.tokens")
+
+
+class StateFile:
+    """A mapped file and the state in it.
+
+    Attributes:
+        path: the file.
+        n_bytes: its size, in bytes.
+        view: the bytes of the state; the whole file unless it is a carry.
+        carry: what a carry says beside them.
+
+    Lifetime: `view` and everything made from it borrow the mapping, which lives as long as they do.
+    Thread: the main thread, where signals arrive.
+    """
+
+    def __init__(self, path: Path, fd: int) -> None:
+        """Map an open file.
+
+        Raises:
+            StateUnreadable: it is no regular file.
+            CarryDamaged: it is a safetensors file and no sound carry.
+        """
+        about = os.fstat(fd)
+        if not stat.S_ISREG(about.st_mode):
+            kind = "a folder" if stat.S_ISDIR(about.st_mode) else "no regular file"
+            raise StateUnreadable(path, f"it is {kind}", "name a file that holds a state")
+        self.path = path
+        self.n_bytes = about.st_size
+        self._fd = fd
+        self._seen = (about.st_size, about.st_mtime_ns)
+        # An empty file cannot be mapped.
+        self.view = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_READ) if about.st_size else b"")
+        self.carry: CarryAround | None = None
+        if _is_safetensors(self.view):
+            self.carry = _carry(path, self.view)
+            self.view = self.carry.tensors[_STATE].data
+
+    def parsed(self, facts: statecodec.ModelFacts | None = None) -> statecodec.StateImage:
+        """Read the state.
+
+        Args:
+            facts: what is known of its model.
+
+        Raises:
+            statecodec.StateFormatError: it is none.
+        """
+        return statecodec.parse(self.view, facts=facts)
+
+    def check(self) -> None:
+        """Make sure that the file is still what was mapped.
+
+        Raises:
+            StateUnreadable: it has another size or time.
+        """
+        about = os.fstat(self._fd)
+        if about.st_size < self._seen[0]:
+            found = f"it became shorter while it was read ({self._seen[0]} bytes before, {about.st_size} now)"
+            raise StateUnreadable(self.path, found, "wait until its writer is done and try again")
+        if (about.st_size, about.st_mtime_ns) != self._seen:
+            found = "it was written to while it was read"
+            raise StateUnreadable(self.path, found, "wait until its writer is done and try again")
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[StateFile]:
+    """Open a file that holds a state.
+
+    Args:
+        path: a regular file; a link to one is followed.
+
+    Yields:
+        The mapped file; checked once more when the block ends well.
+
+    Raises:
+        StateUnreadable: it cannot be opened, or changed meanwhile.
+        CarryDamaged: it is a safetensors file and no sound carry.
+    """
+    try:
+        # Not blocking, so that a pipe with nobody behind it is refused like every other kind.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise StateUnreadable(path, error.strerror or str(error), "name a file that can be read") from error
+    try:
+        with _lease(path, fd):
+            file = StateFile(path, fd)
+            yield file
+            file.check()
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _lease(path: Path, fd: int) -> Iterator[None]:
+    """Hold other writers off, where the system grants that: it tells us by a signal and makes them wait.
+
+    Source: fcntl(2), F_SETLEASE; refused for files of other users, open for writing, and on some file systems.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    before = signal.getsignal(signal.SIGIO)
+
+    def broken(number: int, frame: FrameType | None) -> None:
+        # Several files may be open, each with its handler; the one whose lease is being broken is meant.
+        if fcntl.fcntl(fd, fcntl.F_GETLEASE) == fcntl.F_RDLCK and callable(before):
+            before(number, frame)
+            return
+        found = "another program is about to write to it"
+        raise StateUnreadable(path, found, "wait until its writer is done and try again")
+
+    signal.signal(signal.SIGIO, broken)
+    is_held = False
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+            is_held = True
+        yield
+    finally:
+        if is_held:
+            # It may have been broken by now.
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        signal.signal(signal.SIGIO, before)
+
+
+def _is_safetensors(view: memoryview) -> bool:
+    """Whether a file begins with the size of a JSON header; no state does (its first words make a larger number)."""
+    size = int.from_bytes(view[:_SIZE_BYTES], "little")
+    return len(view) > _SIZE_BYTES and size <= MAX_HEADER_BYTES and view[_SIZE_BYTES] == ord("{")
+
+
+def _carry(path: Path, view: memoryview) -> CarryAround:
+    """See a carry's parts where they lie.
+
+    Raises:
+        CarryDamaged: its header is no sound one of a carry.
+    """
+    with TensorFile(path) as file:
+        metadata, slots = file.metadata, file.slots
+    if metadata.get("format") != carries.FORMAT or metadata.get("version") != carries.VERSION or _STATE not in slots:
+        said = f"{metadata.get('format', 'not said')!r:.40}, version {metadata.get('version', 'not said')!r:.40}"
+        raise CarryDamaged(path, f"it is a safetensors file of another kind (format {said})")
+    try:
+        words = from_texts(metadata)
+        checksums = json.loads(metadata.get("checksums", "{}"))
+        start = _SIZE_BYTES + int.from_bytes(view[:_SIZE_BYTES], "little")
+        header = json.loads(bytes(view[_SIZE_BYTES:start]))
+    except (ValueError, RecursionError) as error:
+        raise CarryDamaged(path, f"its description is wrong: {error}") from error
+    tensors = {}
+    for name, slot in slots.items():
+        # The library has held these offsets against the file's size already.
+        first, last = header[name]["data_offsets"]
+        piece = view[start + first : start + last]
+        tensors[name] = np.frombuffer(piece, dtype=slot.dtype).reshape(slot.shape)
+    if tensors[_STATE].dtype != np.uint8 or tensors[_STATE].ndim != 1:
+        raise CarryDamaged(path, f"its state is {tensors[_STATE].dtype}, wanted a row of bytes")
+    return CarryAround(words, checksums, tensors)
+
+
+__all__ = ["CarryAround", "StateFile", "StateUnreadable", "opened"]
