@@ -20,7 +20,7 @@ from splitctl.facts import read_facts
 from splitctl.outcome import SwitchOutcome
 from splitctl.placement import Placement
 from splitctl.sequence import Token
-from splitctl.storage import Storage
+from splitctl.storage import Restored, Storage
 from splitctl.switching.checking import Checker
 from splitctl.switching.effects import Effects, Options
 from splitctl.switching.machine import Request, Stage
@@ -381,15 +381,18 @@ class Session:
         with self._working("saving"):
             return self._storage.save(path, self._effects)
 
-    def restore(self, path: str | os.PathLike[str]) -> None:
-        """Replace everything the session holds with what :meth:`save` wrote.
+    def restore(self, path: str | os.PathLike[str]) -> Restored:
+        """Replace everything the session holds with what :meth:`save`, the library or its server wrote to a file.
+
+        Returns:
+            What was rewritten for this context, and whether the tokens had to be read again.
 
         Raises:
-            CarryDamaged: the file is not what was sealed; the session is as it was.
-            CarryMismatch: it belongs to another model or layout; the session is as it was.
+            CarryDamaged: the file is not what was sealed, or no state; the session is as it was.
+            CarryMismatch: it belongs to another model; the session is as it was.
         """
         with self._working("restoring"):
-            self._storage.restore(path, self._effects)
+            return self._storage.restore(path, self._effects)
 
     def close(self) -> None:
         """Free samplers, context and model; a second call does nothing."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 from array import array
+from dataclasses import dataclass
 from pathlib import Path
 from time import time_ns
 from typing import TYPE_CHECKING
@@ -14,24 +16,42 @@ import xxhash
 
 from splitctl import carry as carries
 from splitctl.carry import Carry
-from splitctl.errors import CarryMismatch
-from splitctl.fingerprint import Adapter, Fingerprint, Identity, Representation
+from splitctl.errors import CannotConvert, CarryDamaged, CarryMismatch, Refused
+from splitctl.fingerprint import Adapter, Difference, Fingerprint, Identity, Representation
 from splitctl.placement import FlashAttn
 from splitctl.sampler import Sampler
 from splitctl.sequence import SamplerSpec
 from splitctl.slot import Slot
+from splitctl.switching.conversion import Found, StateFormatError, look
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from splitctl.core import Core
     from splitctl.facts import ModelFacts
     from splitctl.sequence import SequenceCarry
     from splitctl.switching.effects import Effects
     from splitctl.switching.sealing import Sealed
 
-_HARMLESS = frozenset({"build", "n_seq_max"})
-"""Differences of representation that the library's own reader judges: the bytes decide, not the name of the build."""
+_LIBRARY_FILES = frozenset({b"nsgg", b"qsgg"})
+"""First bytes of the library's session files, and of its sequence files (slot files of its server are such)."""
 
 _HASH_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a restore came to.
+
+    Args:
+        conversions: what was rewritten, one phrase each.
+        recomputed: the tokens were read again: the same positions, not the same bytes.
+        reason: why; empty where they were not.
+    """
+
+    conversions: tuple[str, ...] = ()
+    recomputed: bool = False
+    reason: str = ""
 
 
 class Storage:
@@ -65,31 +85,109 @@ class Storage:
         carries.write(target, carries.seal(self._carry(sealed)))
         return target
 
-    def restore(self, path: str | os.PathLike[str], effects: Effects) -> None:
-        """Replace what the session holds with a carry from disk.
+    def restore(self, path: str | os.PathLike[str], effects: Effects) -> Restored:
+        """Replace what the session holds with a carry, or with a session or slot file of the library, from disk.
 
-        A carry that a session without a context left (tokens only) is read again from its tokens.
+        What another layout wrote is rewritten; where that cannot be, the tokens are read again.
+
+        Returns:
+            What it came to.
 
         Raises:
-            CarryDamaged: it is not what was sealed.
-            CarryMismatch: it belongs to another model, adapter or layout.
+            CarryDamaged: it is not what was sealed, or no state at all.
+            CarryMismatch: it belongs to another model or adapter, or its tokens cannot be those of this model.
             ConfigInvalid: it holds more prompt than the encoder reads at once here.
-            Refused: the library would not take its state; the session is as it was.
+            Refused: the library would not take it; the session is as it was.
         """
+        source = Path(path)
+        if _magic(source) in _LIBRARY_FILES:
+            return self._restore_library_file(source, effects)
         core = self._core
-        read = carries.read(Path(path)).carry
-        version = read.fingerprint.representation.state_version
-        mine = self._fingerprint(version)
-        blocking = [d for d in carries.check_fits(read, mine) if d.field not in _HARMLESS]
-        if blocking:
-            raise CarryMismatch(blocking)
-        slots = {seq_id: Slot(seq_id) for seq_id in core.slots}
-        for sequence in read.sequences:
-            self._fill(slots[sequence.seq_id], sequence)
-        core.check_encoder(sum(int(slot.encoder_tokens.size) for slot in slots.values()))
-        effects.transfer.replace(read.state, slots)
-        for slot in slots.values():
+        read = carries.read(source).carry
+        mine = self._fingerprint(read.fingerprint.representation.state_version)
+        differing = [one.field for one in carries.check_fits(read, mine) if one.field != "n_seq_max"]
+        unheld = [one.seq_id for one in read.sequences if one.seq_id not in core.slots]
+        if unheld:
+            raise CarryMismatch([Difference("sequence", str(unheld[0]), f"0 to {len(core.slots) - 1}")])
+
+        def slots() -> dict[int, Slot]:
+            fresh = {seq_id: Slot(seq_id) for seq_id in core.slots}
+            for sequence in read.sequences:
+                _fill(fresh[sequence.seq_id], sequence)
+            return fresh
+
+        core.check_encoder(sum(int(slot.encoder_tokens.size) for slot in slots().values()))
+        restored = self._put(read.state, slots, effects, refit=bool(differing))
+        for slot in core.slots.values():
             slot.sampler = self._sampler(next((s for s in read.sequences if s.seq_id == slot.seq_id), None))
+        return restored
+
+    def _restore_library_file(self, path: Path, effects: Effects) -> Restored:
+        core = self._core
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            # The views of the codec die with this copy's last user, so the mapping can be closed.
+            state = memoryview(bytes(mapped))
+        try:
+            found = look(state)
+        except StateFormatError as error:
+            raise CarryDamaged(path, str(error)) from error
+        self._refuse_foreign_tokens(found)
+        n_tokens, n_rows = len(found.tokens), found.rows.get(0, 0)
+
+        def slots() -> dict[int, Slot]:
+            fresh = {seq_id: Slot(seq_id) for seq_id in core.slots}
+            fresh[0].tokens, fresh[0].n_past = array("i", found.tokens), n_rows
+            return fresh
+
+        def unread() -> dict[int, Slot]:
+            fresh = slots()
+            fresh[0].n_past = n_tokens - 1
+            return fresh
+
+        if n_rows not in {n_tokens, n_tokens - 1}:
+            why = f"its token list has {n_tokens} entries and its cache {n_rows} rows"
+            return self._read_again(unread, effects, why)
+        restored = self._put(state, slots, effects, refit=True, unread=unread)
+        slot = core.slots[0]
+        if slot.n_past == n_tokens and not core.engine.live.seq_rm(0, n_tokens - 1, -1):
+            # No logits came with it, and this memory cannot drop its last row to make them again.
+            return self._read_again(unread, effects, "this memory cannot be rewound by the one token that gives logits")
+        slot.n_past = n_tokens - 1
+        effects.transfer.reseal()
+        return restored
+
+    def _refuse_foreign_tokens(self, found: Found) -> None:
+        n_vocab = self._core.n_vocab
+        if not found.tokens:
+            raise CarryMismatch([Difference("tokens", "none", "the tokens that the state was made from")])
+        if found.has_media:
+            raise CarryMismatch([Difference("tokens", "an image or the like among them", "text only")])
+        if max(found.tokens) >= n_vocab:
+            raise CarryMismatch(
+                [Difference("token", str(max(found.tokens)), f"below {n_vocab}, this model's vocabulary")]
+            )
+        others = sorted(set(found.rows) - {0})
+        if others:
+            raise CarryMismatch([Difference("sequences", f"{others} without tokens", "the one that the tokens are of")])
+
+    def _put(
+        self,
+        state: memoryview,
+        slots: Callable[[], dict[int, Slot]],
+        effects: Effects,
+        *,
+        refit: bool,
+        unread: Callable[[], dict[int, Slot]] | None = None,
+    ) -> Restored:
+        """Give the session a state, rewritten where it must be; where it cannot be used, read the tokens again."""
+        try:
+            return Restored(conversions=effects.transfer.replace(state, slots(), refit=refit))
+        except (CannotConvert, Refused) as error:
+            return self._read_again(unread or slots, effects, str(error))
+
+    def _read_again(self, slots: Callable[[], dict[int, Slot]], effects: Effects, why: str) -> Restored:
+        effects.transfer.replace(memoryview(b""), slots())
+        return Restored(recomputed=True, reason=f"the tokens were read again: {why}")
 
     def _carry(self, sealed: Sealed | None) -> Carry:
         core = self._core
@@ -139,12 +237,6 @@ class Storage:
             self._adapter_hashes[path] = digest.hexdigest()
         return self._adapter_hashes[path]
 
-    def _fill(self, slot: Slot, sequence: SequenceCarry) -> None:
-        slot.tokens = array("i", sequence.tokens.tolist())
-        slot.n_past = sequence.n_past
-        slot.encoder_tokens = sequence.encoder_tokens
-        slot.take_rows(sequence.logits, sequence.output_ids)
-
     def _sampler(self, sequence: SequenceCarry | None) -> Sampler | None:
         if sequence is None or (not sequence.accepted.size and sequence.sampler == SamplerSpec()):
             return None
@@ -160,4 +252,19 @@ def rope_settings(facts: ModelFacts) -> tuple[tuple[str, str], ...]:
     )
 
 
-__all__ = ["Storage", "rope_settings"]
+def _fill(slot: Slot, sequence: SequenceCarry) -> None:
+    slot.tokens = array("i", sequence.tokens.tolist())
+    slot.n_past = sequence.n_past
+    slot.encoder_tokens = sequence.encoder_tokens
+    slot.take_rows(sequence.logits, sequence.output_ids)
+
+
+def _magic(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(4)
+    except OSError as error:
+        raise CarryDamaged(path, error.strerror or str(error)) from error
+
+
+__all__ = ["Restored", "Storage", "rope_settings"]

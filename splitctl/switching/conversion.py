@@ -8,11 +8,22 @@ Laws:
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import statecodec
 from splitctl.placement import FlashAttn, Placement
-from statecodec import AttentionSection, Rotation, StateImage, TensorType, transcode
+from statecodec import (
+    AttentionSection,
+    Columns,
+    Rotation,
+    Rows,
+    StateFormatError,
+    StateImage,
+    Stream,
+    TensorType,
+    transcode,
+)
 
 _PLAIN = frozenset({"f32", "f16", "bf16"})
 
@@ -90,13 +101,107 @@ def convert(state: memoryview, wanted: Plan, shown: memoryview | None) -> tuple[
         image = transcode.to_streams(image, wanted.n_stream)
     if moves_v and ends_turned:
         image = transcode.to_v_trans(image, v_trans=True)
+    return _written(image), tuple(_phrase(change) for change in image.changes)
+
+
+def _written(image: StateImage) -> memoryview:
     chunks = [memoryview(chunk).cast("B") for chunk in statecodec.emit(image)]
     out = bytearray(sum(map(len, chunks)))
     at = 0
     for chunk in chunks:
         out[at : at + len(chunk)] = chunk
         at += len(chunk)
-    return memoryview(out).toreadonly(), tuple(_phrase(change) for change in image.changes)
+    return memoryview(out).toreadonly()
+
+
+def fit(state: memoryview, shown: memoryview) -> tuple[memoryview, tuple[str, ...]]:
+    """Rewrite any state of the model (blob or file, of one sequence or all) as a context would have written it.
+
+    Args:
+        state: the state.
+        shown: a state that the context itself has written with a cell or more in it; it says what fits.
+
+    Returns:
+        The state as a context blob, borrowed where nothing had to change; and one phrase a change.
+
+    Raises:
+        statecodec.NotRepresentable: the context cannot hold it, or a rotation is unknown.
+        statecodec.StateFormatError: the bytes do not parse.
+    """
+    own = statecodec.parse(shown)
+    image = statecodec.parse(state)
+    if image.is_opaque or own.is_opaque:
+        return state, ()
+    if image.form.is_sequence:
+        image = transcode.merge({0: image}, architecture=own.architecture or "")
+    else:
+        image = transcode.as_blob(image)
+    model, there = _first(own), _first(image)
+    if model is not None and there is not None:
+        image = _as_cache(image, there, own, model)
+    if not image.layouts & own.layouts:
+        image = transcode.to_version(image, max(own.versions), rotation=_rotations(own))
+    return _written(image), tuple(_phrase(change) for change in image.changes)
+
+
+def _as_cache(image: StateImage, there: Stream, own: StateImage, model: Stream) -> StateImage:
+    """Turn, requantize and regroup rows as the model stream has them."""
+    kind_k = _kind(model.keys, there.keys)
+    kind_v = _kind(model.values, there.values)
+    moves_v = kind_v is not None or model.v_trans != there.v_trans
+    if moves_v:
+        image = transcode.to_v_trans(image, v_trans=False)
+    if kind_k is not None or kind_v is not None:
+        image = transcode.to_types(image, type_k=kind_k, type_v=kind_v, rotation=_rotations(own))
+    cache = next(section for section in own.sections if isinstance(section, AttentionSection))
+    image = transcode.to_streams(image, len(cache.streams))
+    return transcode.to_v_trans(image, v_trans=True) if moves_v and model.v_trans else image
+
+
+def _kind(wanted: Sequence[Rows | Columns], found: Sequence[Rows | Columns]) -> TensorType | None:
+    """Return the wanted type where it is another one."""
+    if not wanted or not found or wanted[0].kind == found[0].kind:
+        return None
+    return wanted[0].kind
+
+
+def _first(image: StateImage) -> Stream | None:
+    """Return the first stream that holds cells."""
+    for section in image.sections:
+        if isinstance(section, AttentionSection):
+            for _, stream in section.filled():
+                return stream
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a file of the library's own holds.
+
+    Args:
+        tokens: its token list.
+        rows: positions that it holds, by sequence id (0 for a file of one sequence).
+        has_media: whether an image or the like stands among the tokens.
+    """
+
+    tokens: tuple[int, ...]
+    rows: Mapping[int, int]
+    has_media: bool
+
+
+def look(state: memoryview) -> Found:
+    """Read what a session or sequence file of the library, or a slot file of its server, holds.
+
+    Raises:
+        statecodec.StateFormatError: the bytes do not parse.
+    """
+    image = statecodec.parse(state)
+    held = image.sequences()
+    rows = {0 if image.form.is_sequence else seq_id: span.pos_max + 1 for seq_id, span in held.items()}
+    if image.tokens is None:
+        return Found((), rows, has_media=False)
+    words = tuple(int(token) for token in image.tokens.text)
+    return Found(words, rows, bool(image.tokens.media) or any(token < 0 for token in words))
 
 
 def _phrase(change: statecodec.Change) -> str:
@@ -126,4 +231,4 @@ def _rotations(image: StateImage) -> list[Rotation] | None:
     return found
 
 
-__all__ = ["Plan", "convert", "n_streams", "plan"]
+__all__ = ["Found", "Plan", "StateFormatError", "convert", "fit", "look", "n_streams", "plan"]

@@ -16,7 +16,7 @@ import xxhash
 
 import statecodec
 from llama_native import CallFailed, NativeError, state_get, state_set, state_size
-from splitctl.errors import CannotConvert, CarryDamaged, Refused, StateUnsound
+from splitctl.errors import CannotConvert, CarryDamaged, Refused, SplitctlError, StateUnsound
 from splitctl.outcome import Reason
 from splitctl.switching import conversion
 from splitctl.switching.sealing import Sealed, contradictions
@@ -169,42 +169,57 @@ class Transfer:
         if self.kept is not None:
             self.kept = self.snapshot()
 
-    def replace(self, state: memoryview, slots: dict[int, Slot]) -> None:
+    def replace(self, state: memoryview, slots: dict[int, Slot], *, refit: bool = False) -> tuple[str, ...]:
         """Put other sequences in place of those that the session holds.
 
         Args:
             state: their bytes; empty: the tokens are read again.
             slots: the sequences, by id.
+            refit: the bytes come from another layout and are rewritten as this context writes them.
+
+        Returns:
+            One phrase a change that the bytes needed.
 
         Raises:
-            CarryDamaged: the bytes do not parse, or hold something other than the sequences; nothing was touched.
+            CarryDamaged: the bytes do not parse, or hold something other than the sequences; the session is as it was.
+            CannotConvert: this context cannot hold them; the session is as it was.
             Refused: the library would not take them; the session is as it was.
         """
         core = self.core
-        wanted = {slot.seq_id: slot.n_past - 1 for slot in slots.values() if slot.n_past}
-        try:
-            wrong = contradictions(core, state, wanted)[0] if core.has_memory and len(state) else ""
-        except statecodec.StateFormatError as error:
-            raise CarryDamaged(None, str(error)) from error
-        if wrong:
-            raise CarryDamaged(None, wrong)
+        if core.has_memory and len(state) and not refit:
+            self._hold_against(state, slots)
         before, old = self.snapshot(), core.slots
         core.slots = slots
+        changes: tuple[str, ...] = ()
         try:
             core.engine.live.clear()
             if len(state):
+                if refit and core.has_memory:
+                    state, changes = conversion.fit(state, self._shown())
+                    self._hold_against(state, slots)
                 self._give(state)
             else:
                 core.replay_tokens()
-        except NativeError as error:
+        except (NativeError, SplitctlError, statecodec.StateCodecError) as error:
             core.slots = old
             # A restore that failed can leave a context half written: it is thrown away.
             core.engine.rebuild(core.placement)
             self._give(before.view)
-            raise Refused((Reason("restore-refused", str(error)),)) from error
+            raise _refusal(error) from error
         for slot in old.values():
             slot.clear()
         self.reseal()
+        return changes
+
+    def _hold_against(self, state: memoryview, slots: Mapping[int, Slot]) -> None:
+        """Refuse bytes that do not parse, or hold something other than the sequences."""
+        wanted = {slot.seq_id: slot.n_past - 1 for slot in slots.values() if slot.n_past}
+        try:
+            wrong = contradictions(self.core, state, wanted)[0]
+        except statecodec.StateFormatError as error:
+            raise CarryDamaged(None, str(error)) from error
+        if wrong:
+            raise CarryDamaged(None, wrong)
 
     def _take(self) -> tuple[memoryview, Mapping[int, tuple[int, int]]]:
         """Copy the state out, beside a sealed original that is still kept."""
@@ -269,6 +284,17 @@ class Transfer:
     def _other_arena(self, sealed: Sealed) -> Arena:
         core = self.core
         return core.spare if core.arena.holds(sealed.view) else core.arena
+
+
+def _refusal(error: Exception) -> SplitctlError:
+    """Say why other sequences could not be put in place."""
+    if isinstance(error, SplitctlError):
+        return error
+    if isinstance(error, statecodec.StateFormatError):
+        return CarryDamaged(None, str(error))
+    if isinstance(error, statecodec.NotRepresentable):
+        return CannotConvert(str(error))
+    return Refused((Reason("restore-refused", str(error)),))
 
 
 __all__ = ["Transfer"]
