@@ -336,6 +336,19 @@ def _conversion(case: _Case) -> Iterator[Finding]:
             yield Finding(NEEDS_CONVERSION, text)
 
 
+def _restore(case: _Case) -> Iterator[Finding]:
+    """Some builds restore the last stream alone, which would show only after everything was freed."""
+    number, n_held = case.build.number, len(case.session.tokens)
+    if case.facts.is_recurrent or not case.facts.has_memory or min(n_held, _streams(case.target)) < 2:
+        return
+    if number is not None and number < tables.ALL_STREAMS_RESTORED_SINCE:
+        text = (
+            f"the session holds {n_held} sequences with a stream of cells each, and this libllama "
+            f"({case.build.version}) restores the last one alone; use a newer one, or a unified cache"
+        )
+        yield Finding("streams-lost-on-restore", text)
+
+
 def _streams(placement: Placement) -> int:
     """Memory streams of a placement's context."""
     return 1 if placement.kv_unified else placement.n_seq_max
@@ -377,6 +390,7 @@ _RULES: tuple[Callable[[_Case], Iterator[Finding]], ...] = (
     _cache,
     _room,
     _conversion,
+    _restore,
     _quiet,
     _memory,
 )

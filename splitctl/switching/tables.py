@@ -93,6 +93,10 @@ TENSOR_ARCHITECTURES: tuple[Row, ...] = (
 EARLY_TENSOR_CACHE_TYPES = frozenset({"f32", "f16", "bf16", "q8_0", "q4_0"})
 FULL_CACHE_TYPES_SINCE = 11549
 
+#: First build seen to restore every stream of a context that has one for each sequence; 9713 and 10566 keep the last
+#: one alone, and say that they read it all.  Source: the state of two sequences on real builds.
+ALL_STREAMS_RESTORED_SINCE = 11063
+
 #: Cache types that come in blocks of 32 values.
 QUANTIZED_CACHE_TYPES = frozenset({"q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"})
 CACHE_BLOCK_VALUES = 32

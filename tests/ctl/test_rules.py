@@ -60,6 +60,30 @@ def test_adapters_keep_a_session_out_of_tensor_mode(n_devices: int) -> None:
     assert blocking(model_facts(), LAYER, session=session) == []
 
 
+@pytest.mark.parametrize(
+    ("build", "streams", "n_held", "named", "blocks"),
+    [
+        (OLD, 4, 2, {}, True),
+        (BuildFacts("xllamacpp 2026.8.10566"), 2, 2, {}, True),
+        (BuildFacts("xllamacpp 2026.9.11063"), 4, 2, {}, False),
+        (BuildFacts("llama-cpp-python 0.3.36"), 4, 2, {}, False),
+        (BuildFacts("of an unknown time"), 4, 2, {}, False),
+        (OLD, 4, 1, {}, False),
+        (OLD, 1, 2, {}, False),
+        (OLD, 4, 2, {"architecture": "mamba"}, False),
+    ],
+)
+def test_builds_that_restore_one_stream_alone_are_not_asked_to_restore_more(
+    build: BuildFacts, streams: int, n_held: int, named: dict[str, object], blocks: bool
+) -> None:
+    """Two sequences in streams of their own are refused before anything is freed; no try lifts it."""
+    layout = dataclasses.replace(LAYER, n_seq_max=4, kv_unified=streams == 1, n_ctx=1024)
+    target = dataclasses.replace(layout, tensor_split=(3.0, 1.0))
+    session = SessionFacts(dict.fromkeys(range(n_held), 5))
+    found = blocking(model_facts(**named), target, current=layout, build=build, session=session, probe=OK)  # type: ignore[arg-type]
+    assert found == (["streams-lost-on-restore"] if blocks else [])
+
+
 @pytest.mark.parametrize("mode", [SplitMode.NONE, SplitMode.LAYER])
 @pytest.mark.parametrize("architecture", ["mamba", "t5", "bloom", "rwkv7", "deepseek2"])
 def test_tables_of_tensor_mode_say_nothing_about_other_modes(mode: SplitMode, architecture: str) -> None:
