@@ -244,8 +244,13 @@ class Context:
         self._memory_call("seq_cp", source, target, first, last, none=None)
 
     def seq_keep(self, seq_id: int) -> None:
-        """Forget every sequence but one."""
-        self._memory_call("seq_keep", seq_id, none=None)
+        """Forget every sequence but one.
+
+        The library's own call keeps what lies in other streams (contexts that are not unified), so it is not used.
+        """
+        for other in range(self.n_seq_max):
+            if other != seq_id:
+                self.seq_rm(other)
 
     def seq_add(self, seq_id: int, first: int, last: int, delta: int) -> None:
         """Move positions [first, last) by ``delta``; the keys follow at the next decode only."""

@@ -118,20 +118,29 @@ class Model:
             library: the open library.
             path: the GGUF (the first part of a split one).
             params: the placement.
-            progress: called with the loaded share 0.0 .. 1.0; returning False ends the load.
+            progress: called with the loaded share 0.0 .. 1.0, at every hundredth; returning False ends the load.
 
         Raises:
             CallFailed: the library returned NULL; its last log lines are in the error.
             LoadCancelled: ``progress`` returned False.
             UnknownDevice: a device name that the library does not have.
+            BaseException: whatever ``progress`` raised, after the library has given up the load.
         """
         cancelled = False
+        raised: BaseException | None = None
+        next_share = 0.0
 
         def on_progress(share: float, _: object) -> bool:
-            nonlocal cancelled
-            going = progress is None or progress(float(share))
-            cancelled = cancelled or not going
-            return going
+            nonlocal cancelled, raised, next_share
+            # The library calls for every tensor, most of which are norms and biases.
+            if share < next_share:
+                return True
+            next_share = min(share + 0.01, 1.0)
+            try:
+                cancelled = cancelled or not (progress is None or progress(float(share)))
+            except BaseException as error:  # noqa: BLE001 - C lies between here and the caller, who gets it below
+                cancelled, raised = True, error
+            return not cancelled
 
         with library.calling() as (ffi, lib):
             c_params, keep = fill_model_params(library, ffi, lib, params)
@@ -139,6 +148,10 @@ class Model:
             keep.append(callback)
             c_params.progress_callback = callback
             pointer = lib.llama_model_load_from_file(os.fsencode(path), c_params)
+            if pointer and raised is not None:
+                lib.llama_model_free(pointer)
+        if raised is not None:
+            raise raised
         if not pointer:
             if cancelled:
                 raise LoadCancelled(os.fspath(path))
