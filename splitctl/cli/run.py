@@ -72,7 +72,15 @@ class PromptUnreadable(click.ClickException):
     help="Split mode for the prompt; where it is not -sm's, the session switches before it generates.",
 )
 @click.option("--proof", type=click.Choice(_PROOFS), default="bytes", show_default=True, help="How a switch is proved.")
+@click.option("--no-convert", is_flag=True, help="Refuse a switch that would have to convert the cache.")
 @click.option("--force", is_flag=True, help="Switch in spite of warnings.")
+@click.option(
+    "--restore",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Begin with a saved session: a carry, or a session or slot file of llama.cpp. The prompt follows it.",
+)
+@click.option("--save", type=click.Path(path_type=Path), metavar="FILE", help="Save the session at the end.")
 @placement_options
 @sampler_options
 @library_option
@@ -88,7 +96,10 @@ def run(
     n_predict: int,
     prompt_mode: SplitMode | None,
     proof: str,
+    no_convert: bool,
     force: bool,
+    restore: Path | None,
+    save: Path | None,
     placement: Placement,
     sampler: SamplerSpec,
     library: Path | None,
@@ -99,7 +110,7 @@ def run(
     """Read a prompt under one split mode, switch to another, and generate."""
     with Screen(as_json=as_json, verbose=verbose) as screen:
         try:
-            text = _prompt(prompt, prompt_file)
+            text = _prompt(prompt, prompt_file, needed=restore is None)
         except PromptUnreadable as error:
             return screen.fail("PromptUnreadable", error.message, ExitCode.FAILED)
         request = RunRequest(
@@ -114,6 +125,9 @@ def run(
             proof=proof,
             force=force,
             rpc=rpc,
+            convert=not no_convert,
+            restore=restore,
+            save=save,
         )
         answer = ask(request, screen)
         if answer.code is not ExitCode.DONE:
@@ -154,20 +168,23 @@ def _rates(body: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _prompt(text: str | None, file: str | None) -> str:
+def _prompt(text: str | None, file: str | None, *, needed: bool) -> str:
     """Take the prompt from its one source.
 
     Args:
         text: the prompt of `-p`.
         file: the file of `-f`, `-` for stdin.
+        needed: whether a run without a prompt makes no sense.
 
     Returns:
-        The prompt.
+        The prompt; empty only where none is needed.
 
     Raises:
         click.UsageError: no source, two, or an empty prompt.
         PromptUnreadable: the source cannot be read, or is not UTF-8.
     """
+    if text is None and file is None and not needed:
+        return ""
     if (text is None) == (file is None):
         raise click.UsageError("give the prompt with -p TEXT or with -f FILE (one of them)")
     if text is not None:

@@ -105,6 +105,9 @@ class RunRequest:
         proof: how the restored state is proved after a switch: bytes, positions or off.
         force: whether a switch goes on in spite of warnings that only advise against it.
         rpc: RPC servers whose devices are added, HOST:PORT each.
+        convert: whether the carry may be converted for the placement that generates.
+        restore: a carry, or a session or slot file of the library, that the session begins with; None: empty.
+        save: where the session is saved at the end; None: nowhere.
     """
 
     model: Path
@@ -118,6 +121,9 @@ class RunRequest:
     proof: str
     force: bool
     rpc: tuple[str, ...] = ()
+    convert: bool = True
+    restore: Path | None = None
+    save: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +326,7 @@ def _plain_value(value: Any) -> Any:
 
 def _request_field(name: str, value: Any) -> Any:
     """Turn one plain value of a request back into the kind its field holds."""
-    if name in {"model", "library"}:
+    if name in {"model", "library", "restore", "save"}:
         return None if value is None else Path(value)
     if name == "placement":
         return Placement.from_json(value)

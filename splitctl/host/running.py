@@ -20,11 +20,12 @@ from splitctl.facts import ModelFacts, read_facts
 from splitctl.host.faults import failure_of
 from splitctl.host.probes import Prober
 from splitctl.host.protocol import Event, Partial, Piece, Progress, Result, RunRequest
-from splitctl.outcome import SwitchStatus
+from splitctl.outcome import SwitchOutcome, SwitchStatus
 from splitctl.placement import Placement
 from splitctl.probing import VerdictCache
 from splitctl.sequence import RANDOM_SEED, SamplerSpec
 from splitctl.session import Proof, Session
+from splitctl.switching import tables
 from splitctl.switching.checking import TRIED
 from splitctl.switching.machine import Stage
 
@@ -34,6 +35,21 @@ Emit = Callable[[Event], None]
 VERDICTS_FILE = "probes.json"
 
 _PROGRESS_STEP = 0.01
+
+PLAIN_CACHE = "f16"
+"""The cache type that every build takes in every mode."""
+
+_CACHE_REFUSALS = frozenset(
+    {
+        "quantized-cache-with-one-kv-head",
+        "cache-type-in-tensor-mode",
+        "cache-type-does-not-fit-heads",
+        "probe-dies",
+        "probe-wrong",
+        "probe-fails",
+    }
+)
+"""Reasons behind which a quantized cache can stand."""
 
 
 @dataclass(slots=True)
@@ -52,6 +68,7 @@ class _Run:
         generate_ms: time to generate, ms.
         stopped: why the generation ended: eos, stop, length, context, or None while it has not.
         switch: the outcome object, or None without a switch.
+        restored: what the restore of a saved session came to, or None without one.
     """
 
     placement: Placement
@@ -65,6 +82,7 @@ class _Run:
     generate_ms: float | None = None
     stopped: str | None = None
     switch: dict[str, Any] | None = None
+    restored: dict[str, Any] | None = None
 
     def body(self) -> dict[str, Any]:
         """Give the object that `run --json` prints."""
@@ -73,6 +91,7 @@ class _Run:
             "tokens": list(self.tokens),
             "stopped": self.stopped,
             "switch": self.switch,
+            "restored": self.restored,
             "timings": {
                 "load_ms": self.load_ms,
                 "prompt": {"n": self.n_prompt, "ms": self.prompt_ms, "tps": _rate(self.n_prompt, self.prompt_ms)},
@@ -164,7 +183,11 @@ def _work(
     ) as session:
         state.load_ms = _ms_since(started)
         state.placement = session.placement
-        _read_prompt(session, request, emit, state)
+        if request.restore is not None:
+            emit(Progress("restoring", None, str(request.restore)))
+            state.restored = dataclasses.asdict(session.restore(request.restore))
+        if request.prompt:
+            _read_prompt(session, request, emit, state)
         emit(Partial(state.body()))
         if session.placement.mode is not request.placement.mode:
             _switch(session, request, emit, state)
@@ -172,6 +195,9 @@ def _work(
                 what = "the switch"
                 raise Cancelled(what)
         _generate(session, request, emit, cancel, state)
+        if request.save is not None:
+            emit(Progress("saving", None, str(request.save)))
+            session.save(request.save)
 
 
 class _Steps:
@@ -217,7 +243,8 @@ def _prompt_tokens(session: Session, request: RunRequest) -> list[int]:
     if not model.has_tokenizer:
         raise ConfigInvalid("model", session.facts.name, "a model with a tokenizer: this one reads numbers only")
     if not request.chat:
-        return session.tokenize(request.prompt, add_special=True, parse_special=False)
+        # A prompt that follows a restored session begins no text, so it gets no special token of its own.
+        return session.tokenize(request.prompt, add_special=request.restore is None, parse_special=False)
     bos = _token_text(session, model.token_bos)
     text = chat.render(
         model.chat_template(),
@@ -228,7 +255,7 @@ def _prompt_tokens(session: Session, request: RunRequest) -> list[int]:
     if model.add_bos:
         # The template writes the first token, and the tokenizer would write it again.
         text, _ = chat.without_bos(text, bos)
-    return session.tokenize(text, add_special=True, parse_special=True)
+    return session.tokenize(text, add_special=request.restore is None, parse_special=True)
 
 
 def _token_text(session: Session, token: int) -> str:
@@ -249,11 +276,27 @@ def _switch(session: Session, request: RunRequest, emit: Emit, state: _Run) -> N
     def tell(stage: Stage, share: float) -> None:
         emit(Progress(f"switch: {stage.value}", share))
 
-    outcome = session.switch(target, proof=Proof(request.proof), force=request.force, progress=tell)
+    def switch(to: Placement) -> SwitchOutcome:
+        return session.switch(
+            to, proof=Proof(request.proof), convert=request.convert, force=request.force, progress=tell
+        )
+
+    outcome = switch(target)
+    if request.convert and _refused_for_its_cache(outcome, target):
+        # The mode is what was asked for; a cache type that it cannot have gives way, and the outcome lists it.
+        emit(Progress("switch: another cache type", None, f"{outcome.reason}; going on with f16"))
+        outcome = switch(dataclasses.replace(target, type_k=PLAIN_CACHE, type_v=PLAIN_CACHE))
     state.switch = outcome.to_json()
     if outcome.status is SwitchStatus.PARKED and session.parked_at is not None:
         state.switch["parked_at"] = str(session.parked_at)
     state.placement = session.placement
+
+
+def _refused_for_its_cache(outcome: SwitchOutcome, target: Placement) -> bool:
+    """Tell whether a quantized cache may be all that stands in the way."""
+    quantized = {target.type_k, target.type_v} & tables.QUANTIZED_CACHE_TYPES
+    codes = {reason.code for reason in outcome.reasons}
+    return outcome.status is SwitchStatus.REFUSED and bool(quantized) and bool(codes & _CACHE_REFUSALS)
 
 
 def _generate(session: Session, request: RunRequest, emit: Emit, cancel: threading.Event, state: _Run) -> None:
