@@ -55,6 +55,14 @@ def gemma3_270m(cache_dir: Path) -> Path:
 _ledger = SkipLedger((_TESTS / "allowed_skips.txt").read_text(encoding="utf-8").splitlines())
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the exhaustive tests unless the command line speaks of them (`-m deep`)."""
+    if "deep" not in (config.getoption("markexpr") or ""):
+        deep = [item for item in items if item.get_closest_marker("deep")]
+        config.hook.pytest_deselected(items=deep)
+        items[:] = [item for item in items if item not in deep]
+
+
 def _note(report: pytest.TestReport | pytest.CollectReport) -> None:
     # An expected failure is reported as skipped too, and is none.
     if report.skipped and not hasattr(report, "wasxfail"):
