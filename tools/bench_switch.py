@@ -1,0 +1,315 @@
+#!/usr/bin/env python3
+"""Time our switch against the bare sequence of library calls: size, get, free, free, load, build, set.
+
+    tools/bench_switch.py [--json] [--pairs N] [--models NAME|FILE ...] [--tokens N] [-k ROUTE] [--lib PATH]
+
+Three contexts live in one process and walk the same placements: one by the bare calls (through cffi directly, with the
+library's log thrown away in C and a buffer that is allocated and touched once), one by ``Session.switch`` with its
+proof on positions, one with ``--proof bytes``. A round times each of them once, in an order that changes from round to
+round; every ratio is of two times of the same round. Between rounds each decodes one token, which ends a trial.
+
+overhead_ratio    median of (our switch, proof on positions) / (bare calls); the worst of all models and routes
+bytes_ratio       median of (proof on bytes) / (proof on positions): what reading the state back costs more
+interval          95 % of the medians of 2,000 resamples of the rounds
+cpu_ratio         overhead_ratio in processor time, which other programs on the machine disturb less
+
+Routes: layer-layer moves the tensor_split between 1,1 and 3,1; layer-tensor changes the mode.
+Exit code 0: every switch was done; 1: one was not; the ratios are printed, not judged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any
+
+import cffi
+import numpy as np
+import platformdirs
+from make_dummies import default_folder, make_big
+
+from llama_native import Library
+from llama_native import library as opened  # the module: the log callback lives there
+from llama_native.context import fill_context_params
+from llama_native.model import fill_model_params
+from splitctl import FlashAttn, Placement, Proof, SamplerSpec, Session, SplitMode, SwitchStatus
+from splitctl.engine import context_params, model_params
+
+N_RESAMPLES = 2000
+#: Resamples lie between these quantiles.
+QUANTILES = (0.025, 0.975)
+#: Rounds before the first that counts: first faults of buffers, thread pools, imports.
+WARM_UP = 2
+_GREEDY = SamplerSpec(temp=0.0)
+_BIG = "big-500"
+_STAGES = ("quiescing", "checking", "saving", "sealing", "freeing", "placing", "building", "restoring", "proving")
+
+
+class Bare:
+    """A context moved by the library's calls alone."""
+
+    def __init__(self, library: Library, path: Path, placement: Placement) -> None:
+        """Load and build in a placement."""
+        self._library = library
+        self._path = os.fsencode(path)
+        with library.calling() as (ffi, lib):
+            silent = cffi.FFI()
+            silent.cdef("int abs(int);")
+            self._libc = silent.dlopen(None)
+            self._silent = ffi.cast(
+                "ggml_log_callback", int(silent.cast("uintptr_t", silent.addressof(self._libc, "abs")))
+            )
+            self._load(ffi, lib, placement)
+        self._buffer: Any = None
+
+    def _load(self, ffi: Any, lib: Any, placement: Placement) -> None:
+        c_params, self._keep = fill_model_params(self._library, ffi, lib, model_params(placement))
+        self._model = lib.llama_model_load_from_file(self._path, c_params)
+        if not self._model:
+            raise SystemExit(f"the library cannot place {os.fsdecode(self._path)} by itself")
+        c_context = lib.llama_context_default_params()
+        fill_context_params(c_context, context_params(placement, embeddings=False), self._library.context_fields)
+        self._context = lib.llama_init_from_model(self._model, c_context)
+        if not self._context:
+            raise SystemExit("the library cannot build a context by itself")
+
+    def decode(self, tokens: Sequence[int]) -> None:
+        """Decode tokens after those that are held."""
+        with self._library.calling() as (ffi, lib):
+            c_tokens = ffi.new("int32_t[]", list(tokens))
+            batch = ffi.new("struct llama_batch *")
+            batch.n_tokens, batch.token = len(tokens), c_tokens
+            if lib.llama_decode(self._context, batch[0]) != 0:
+                raise SystemExit("the library cannot decode by itself")
+            lib.llama_synchronize(self._context)
+
+    def prepare(self) -> None:
+        """Allocate and touch the buffer, with room for the tokens to come."""
+        with self._library.calling() as (ffi, lib):
+            n_bytes = int(lib.llama_state_get_size(self._context)) + (64 << 20)
+            self._buffer = np.zeros(n_bytes, np.uint8)
+            self._buffer[:] = 1
+            self._view = ffi.from_buffer("uint8_t[]", self._buffer)
+
+    def switch(self, placement: Placement) -> Times:
+        """Move; the log is given back to the session afterwards."""
+        with self._library.calling() as (ffi, lib):
+            lib.llama_log_set(self._silent, ffi.NULL)
+            started, cpu = perf_counter(), process_time()
+            n_bytes = lib.llama_state_get_size(self._context)
+            n = lib.llama_state_get_data(self._context, self._view, n_bytes)
+            lib.llama_free(self._context)
+            lib.llama_model_free(self._model)
+            self._load(ffi, lib, placement)
+            n_set = lib.llama_state_set_data(self._context, self._view, n)
+            times = Times(perf_counter() - started, process_time() - cpu)
+            lib.llama_log_set(opened._log_callback, ffi.NULL)  # noqa: SLF001 - put back what the library module holds
+        if not n == n_set == n_bytes:
+            raise SystemExit(f"the bare calls announced {n_bytes} bytes, wrote {n}, read {n_set}")
+        return times
+
+    def close(self) -> None:
+        """Free everything."""
+        with self._library.calling() as (_, lib):
+            lib.llama_free(self._context)
+            lib.llama_model_free(self._model)
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """How long one switch took: on the clock and of the processors [seconds]."""
+
+    wall_s: float
+    cpu_s: float
+
+
+@dataclass(slots=True)
+class Samples:
+    """The rounds of one model and route."""
+
+    bare: list[Times] = field(default_factory=list)
+    positions: list[Times] = field(default_factory=list)
+    bytes: list[Times] = field(default_factory=list)
+    stages: dict[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A median of paired ratios and its interval."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+        """Pair by round."""
+        ratios = np.array(ours) / np.array(theirs)
+        drawn = np.random.default_rng(0).integers(0, len(ratios), (N_RESAMPLES, len(ratios)))
+        low, high = np.quantile(np.median(ratios[drawn], axis=1), QUANTILES)
+        return cls(round(float(np.median(ratios)), 4), round(float(low), 4), round(float(high), 4))
+
+
+def main() -> int:
+    """Run the benchmark."""
+    options = _options()
+    library = Library.open(options.lib, env=os.environ)
+    runs = [
+        _run(library, name, path, route, options)
+        for name, path in _models(options.models)
+        for route in ("layer-layer", "layer-tensor")
+        if options.k in route
+    ]
+    if not runs:
+        raise SystemExit(f"no route is called {options.k!r}")
+    worst = max(runs, key=lambda run: run["overhead_ratio"])
+    summary = {
+        "library": library.version or library.path.name,
+        "pairs": options.pairs,
+        "overhead_ratio": worst["overhead_ratio"],
+        "interval": worst["interval"],
+        "bytes_ratio": max(run["bytes_ratio"] for run in runs),
+        "runs": runs,
+    }
+    if options.json:
+        print(json.dumps(summary))
+    else:
+        _show(summary)
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--pairs", type=int, default=60, help="rounds that count")
+    parser.add_argument("--models", nargs="+", default=["smollm2", _BIG], help="smollm2, big-500, or GGUF files")
+    parser.add_argument("--tokens", type=int, default=1000, help="tokens of the prompt")
+    parser.add_argument("-k", default="", help="only routes whose name holds this")
+    parser.add_argument("--lib", type=Path, help="the libllama; default: the first that is found")
+    return parser.parse_args()
+
+
+def _models(names: Sequence[str]) -> list[tuple[str, Path]]:
+    kept = platformdirs.user_cache_path("splitctl") / "models"
+    found = []
+    for name in names:
+        path = make_big(default_folder(), 500) if name == _BIG else Path(name)
+        if name == "smollm2":
+            path = kept / "smollm2.gguf"
+        if not path.is_file():
+            raise SystemExit(f"{path} is not there; ci/model smollm2 fetches the small model")
+        found.append((name, path))
+    return found
+
+
+def _run(library: Library, name: str, path: Path, route: str, options: argparse.Namespace) -> dict[str, Any]:
+    here = Placement(
+        mode=SplitMode.LAYER,
+        devices=("CPU", "CPU"),
+        tensor_split=(1.0, 1.0),
+        n_ctx=-(-(options.tokens + options.pairs + WARM_UP + 8) // 256) * 256,
+        n_batch=512,
+        flash_attn=FlashAttn.ON,
+        n_threads=1,
+        n_threads_batch=1,
+    )
+    there = here.changed(tensor_split=(3.0, 1.0)) if route == "layer-layer" else here.changed(mode=SplitMode.TENSOR)
+    tokens = [int(t) for t in np.random.default_rng(0).integers(5, 900, options.tokens)]
+    samples = Samples()
+    with (
+        Session.open(path, here, library=library) as on_positions,
+        Session.open(path, here, library=library) as on_bytes,
+    ):
+        bare = Bare(library, path, on_positions.placement)
+        for start in range(0, len(tokens), here.n_batch):
+            bare.decode(tokens[start : start + here.n_batch])
+        bare.prepare()
+        for session in (on_positions, on_bytes):
+            session.prefill(tokens)
+        arms: dict[str, Callable[[Placement], Times]] = {
+            "bare": bare.switch,
+            "positions": lambda target: _switch(on_positions, target, Proof.POSITIONS, samples),
+            "bytes": lambda target: _switch(on_bytes, target, Proof.BYTES, None),
+        }
+        orders = list(itertools.permutations(arms))
+        for number in range(-WARM_UP, options.pairs):
+            # Both halves of a route meet every order: the order changes every second round.
+            target = here if number % 2 else there
+            if number == 0:
+                samples.stages.clear()
+            for arm in orders[number // 2 % len(orders)]:
+                times = arms[arm](target)
+                if number >= 0:
+                    getattr(samples, arm).append(times)
+            bare.decode(tokens[:1])
+            for session in (on_positions, on_bytes):
+                for _token in session.generate(n=1, sampler=_GREEDY):
+                    pass
+        last = on_positions.last_switch
+        bare.close()
+    return {
+        "model": name,
+        "route": route,
+        "tokens": options.tokens,
+        "state_bytes": last.state_bytes if last else None,
+        "weight_bytes": last.weight_bytes if last else None,
+        **_ratios(samples),
+    }
+
+
+def _switch(session: Session, target: Placement, proof: Proof, samples: Samples | None) -> Times:
+    started, cpu = perf_counter(), process_time()
+    outcome = session.switch(target, proof=proof)
+    times = Times(perf_counter() - started, process_time() - cpu)
+    if outcome.status is not SwitchStatus.SWITCHED:
+        raise SystemExit(f"a switch ended {outcome.status.value}: {outcome.reason}")
+    if samples is not None:
+        for stage in _STAGES:
+            samples.stages.setdefault(stage, []).append(getattr(outcome.stages_ms, stage) or 0.0)
+        spent = sum(getattr(outcome.stages_ms, stage) or 0.0 for stage in _STAGES)
+        samples.stages.setdefault("between", []).append(times.wall_s * 1e3 - spent)
+    return times
+
+
+def _ratios(samples: Samples) -> dict[str, Any]:
+    bare, ours, proved = samples.bare, samples.positions, samples.bytes
+    overhead = Ratio.of([t.wall_s for t in ours], [t.wall_s for t in bare])
+    more = Ratio.of([t.wall_s for t in proved], [t.wall_s for t in ours])
+    return {
+        "overhead_ratio": overhead.median,
+        "interval": [overhead.low, overhead.high],
+        "bytes_ratio": more.median,
+        "bytes_interval": [more.low, more.high],
+        "cpu_ratio": asdict(Ratio.of([t.cpu_s for t in ours], [t.cpu_s for t in bare])),
+        "bytes_cpu_ratio": asdict(Ratio.of([t.cpu_s for t in proved], [t.cpu_s for t in ours])),
+        "median_ms": {
+            name: round(statistics.median(t.wall_s for t in times) * 1e3, 2)
+            for name, times in (("bare", bare), ("positions", ours), ("bytes", proved))
+        },
+        "stages_ms": {name: round(statistics.median(values), 3) for name, values in samples.stages.items()},
+    }
+
+
+def _show(summary: dict[str, Any]) -> None:
+    print(f"{summary['library']}, {summary['pairs']} pairs")
+    for run in summary["runs"]:
+        low, high = run["interval"]
+        medians = run["median_ms"]
+        print(
+            f"{run['model']:10} {run['route']:12} overhead {run['overhead_ratio']:.3f} [{low:.3f}, {high:.3f}]"
+            f"  cpu {run['cpu_ratio']['median']:.3f}  bytes x{run['bytes_ratio']:.3f}"
+            f"  ({medians['bare']:.1f} / {medians['positions']:.1f} / {medians['bytes']:.1f} ms)"
+        )
+        print("           " + "  ".join(f"{name} {ms:.2f}" for name, ms in run["stages_ms"].items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
