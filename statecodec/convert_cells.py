@@ -133,12 +133,14 @@ def extract(image: StateImage, seq_id: int, *, as_id: int | None = None) -> Stat
             place = own if n_stream > 1 else 0
             streams = tuple(found if index == place else None for index in range(n_stream))
             sections.append(replace(section, streams=streams))
-        elif isinstance(section, RecurrentSection):
+        elif isinstance(section, RecurrentSection):  # pragma: no branch - opaque ones were refused before
             sections.append(_take_recurrent(section, cells_with(section.cells, seq_id), ()))
-    prefixed = any(True in layout.prefixes for layout in image.layouts)
+    named = [layout for layout in image.layouts if layout.sequence_cell_ids]
+    prefixed = any(True in layout.prefixes for layout in named)
     taken = replace(
         image,
         form=Form.SEQUENCE,
+        layouts=frozenset(layout for layout in named if prefixed in layout.prefixes),
         architecture=None,
         outputs=None,
         tokens=None,
@@ -167,7 +169,9 @@ def merge(states: Mapping[int, StateImage], *, architecture: str, n_stream: int 
         raise NotRepresentable("a context", "no or other states", "a merge of sequences", "Give sequence states.")
     for image in images:
         require_whole(image, "a context")
-    layouts = frozenset.intersection(*(image.layouts for image in images))
+    # Contexts with outputs need the results of a decode, which no sequence state holds.
+    shared = frozenset.intersection(*(image.layouts for image in images))
+    layouts = frozenset(layout for layout in shared if not layout.has_outputs)
     kinds = {tuple(section.kind for section in image.sections) for image in images}
     if not layouts or len(kinds) != 1:
         raise NotRepresentable("a context", "sequences of different layouts", "one context", "Convert versions first.")
@@ -269,9 +273,9 @@ def _moved(section: Section, new: Mapping[int, int]) -> Section:
                 raise NotRepresentable("sequence ids", f"id {place}", f"{len(streams)} streams", "Choose a lower id.")
             streams[place] = replace(stream, cells=replace(stream.cells, seq_ids=_ascending(stream, table)))
         return replace(section, streams=tuple(streams))
-    if isinstance(section, RecurrentSection):
-        return replace(section, cells=replace(section.cells, seq_ids=table[section.cells.seq_ids]))
-    return section
+    if isinstance(section, OpaqueSection):  # pragma: no cover - refused before; it shows the type checker the rest
+        return section
+    return replace(section, cells=replace(section.cells, seq_ids=table[section.cells.seq_ids]))
 
 
 def _ascending(
@@ -300,14 +304,13 @@ def keep_first(image: StateImage, n_tokens: int) -> StateImage:
     if any(isinstance(section, RecurrentSection) for section in image.sections):
         found, wanted = "a recurrent memory", "its own state of an earlier token"
         raise NotRepresentable("the first tokens", found, wanted, "Read the tokens again up to there.")
-    sections = [_kept(section, dict.fromkeys(image.sequences(), n_tokens)) for section in image.sections]
+    ends = dict.fromkeys(image.sequences(), n_tokens)
+    sections = [_kept(section, ends) for section in image.sections if isinstance(section, AttentionSection)]
     return changed(image, sections, Change(f"positions below {n_tokens} kept"))
 
 
-def _kept(section: Section, ends: Mapping[int, int]) -> Section:
+def _kept(section: AttentionSection, ends: Mapping[int, int]) -> AttentionSection:
     """A section without what stands at or behind each sequence's end."""
-    if not isinstance(section, AttentionSection):
-        return section
     streams: list[Stream | None] = []
     for stream in section.streams:
         if stream is None:
@@ -323,7 +326,8 @@ def _kept(section: Section, ends: Mapping[int, int]) -> Section:
         # A cell without ids (sequence blobs of early 2025) belongs to the one sequence.
         index: Index = np.unique(owners[stays]) if len(owners) else np.flatnonzero(cells.pos < end)
         kept = take(stream, index)
-        streams.append(_without_ids(kept, limits) if len(index) else None)
+        # A stream without cells is left out, except where there are no streams.
+        streams.append(_without_ids(kept, limits) if len(index) or not section.is_streamed else None)
     return replace(section, streams=tuple(streams))
 
 
@@ -365,8 +369,8 @@ def cut_at_gap(image: StateImage) -> StateImage:
     cut = {seq_id: end for seq_id, end in ends.items() if end <= image.sequences()[seq_id].pos_max}
     if not cut:
         return image
-    if any(isinstance(section, (RecurrentSection, OpaqueSection)) for section in image.sections):
+    if len(caches) < len(image.sections):
         raise NotRepresentable("a gap", f"missing positions at {cut}", "a recurrent memory", "Read the tokens again.")
-    sections = [_kept(section, ends) for section in image.sections]
+    sections = [_kept(cache, ends) for cache in caches]
     warnings = tuple(f"sequence {seq_id} ends before position {end} now" for seq_id, end in cut.items())
     return changed(image, sections, Change("cut at the first gap", warnings=warnings))

@@ -148,10 +148,9 @@ def _rotation(stream: Stream, target: Layout, told: Rotation | None, warnings: l
                 "this version does not say"
             )
         return None
-    if stream.rotation is not None:
-        return stream.rotation
-    if told is not None:
-        return told
+    known = told if stream.rotation is None else stream.rotation
+    if known is not None:
+        return known
     plain = not any(TYPE_TABLE[layer.kind].is_quantized for layer in (*stream.keys, *stream.values))
     if plain and (stream.values or not stream.keys):
         return Rotation(0, 0)
@@ -268,7 +267,7 @@ def _cells_of(image: StateImage) -> list[tuple[object, ...]]:
     for section in image.sections:
         if isinstance(section, AttentionSection):
             found += [(i, s.cells.pos.tobytes(), s.cells.seq_ids.tobytes()) for i, s in section.filled()]
-        elif isinstance(section, RecurrentSection):
+        elif isinstance(section, RecurrentSection):  # pragma: no branch - opaque ones were refused before
             found.append((section.cells.pos.tobytes(), section.cells.seq_ids.tobytes()))
     return found
 

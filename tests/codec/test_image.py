@@ -55,6 +55,7 @@ def test_quantized_rows_have_no_plain_values() -> None:
     _, stream = next(first(parse(CASES["quantized"].data)).filled())
     assert stream.keys[1].raw().shape == (3, 68)
     assert stream.keys[1].n_values == 64
+    assert stream.keys[1].floats().shape == (3, 64)
     with pytest.raises(TypeError, match="Q8_0"):
         stream.keys[1].values()
 

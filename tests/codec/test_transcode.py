@@ -78,6 +78,14 @@ def test_transposition_is_exact_and_taken_back(name: str) -> None:
         assert np.array_equal(before.values(), after.values().T, equal_nan=True)
 
 
+def test_a_section_that_is_as_wanted_keeps_its_bytes() -> None:
+    """Of two caches only the one that differs is turned."""
+    image = parse(context(Attention((cells(3),)), Attention((cells(3),), v_trans=1)))
+    made = transcode.to_v_trans(image, v_trans=False)
+    assert made.sections[0].streams[0] is image.sections[0].streams[0]  # type: ignore[union-attr]
+    assert not stream_of(reread(made), 1).v_trans
+
+
 def test_what_is_as_wanted_is_left_alone() -> None:
     """No change, no new image."""
     image = parse(CASES["plain"].data)
@@ -257,6 +265,13 @@ def test_a_sequence_blob_changes_streams_too() -> None:
     alone = transcode.to_streams(parse(streams), 1)
     assert len(written(alone)) == len(streams) - 12
     assert written(transcode.to_streams(alone, 4)) == streams
+
+
+def test_opaque_sections_only_change_their_form() -> None:
+    """A memory that is not understood can be put into a file and taken out again."""
+    image = parse(CASES["opaque"].data)
+    filed = transcode.as_file(image, [1, 2])
+    assert written(transcode.as_blob(parse(written(filed)))) == CASES["opaque"].data
 
 
 def test_transposed_and_hybrid_states_change_streams() -> None:
@@ -449,6 +464,7 @@ def test_a_sequence_can_get_another_id() -> None:
         lambda: transcode.renumber(parse(CASES["four unified"].data), {0: 1}),
         lambda: transcode.renumber(parse(CASES["four unified"].data), {0: 300}),
         lambda: transcode.renumber(parse(CASES["four streams"].data), {0: 4}),
+        lambda: transcode.renumber(parse(CASES["an empty stream"].data), {0: 9}),
         lambda: transcode.keep_first(parse(CASES["hybrid"].data), 2),
         lambda: transcode.to_v_trans(parse(CASES["opaque"].data), v_trans=True),
         lambda: transcode.to_streams(parse(CASES["sequence on device"].data), 4),
@@ -489,6 +505,25 @@ def test_sequences_are_renumbered() -> None:
     assert list(reread(recurrent).sequences()) == [1, 2, 3, 8]
 
 
+def test_old_contexts_give_sequences_that_name_themselves() -> None:
+    """A context of 2025 gives a bare sequence blob of the layout whose cells have ids."""
+    made = transcode.extract(parse(golden("x0120-dense")), 0)
+    assert written(made) == golden("x0120-dense-sequence")
+    assert {layout.name for layout in made.layouts} == {"v9-outputs-2025-06"}
+    with pytest.raises(NotRepresentable, match="Convert versions first"):
+        transcode.merge({0: made}, architecture="llama")
+
+
+def test_empty_streams_stay_empty() -> None:
+    """Sections without cells of a sequence are carried along."""
+    image = parse(context(Attention((cells(2), (), ())), Attention(((), (), ()))))
+    alone = transcode.extract(image, 0)
+    assert reread(alone).sequences() == {0: (2, 0, 1)}
+    merged = transcode.merge({0: alone, 2: transcode.extract(image, 0)}, architecture="llama", n_stream=3)
+    assert reread(merged).sequences() == {0: (2, 0, 1), 2: (2, 0, 1)}
+    assert written(transcode.merge({0: alone}, architecture="llama", n_stream=3)) == written(image)
+
+
 # ---- the first tokens
 
 
@@ -508,6 +543,22 @@ def test_the_first_tokens_are_kept(name: str, n_tokens: int) -> None:
             assert found.pos_max == wanted[-1]
     if made.sequences():
         reread(made)
+
+
+def test_shared_cells_are_kept_for_those_that_reach_them() -> None:
+    """A cell at a position that one of its sequences has lost belongs to the other alone."""
+    held = (Cell(0, (0, 1)), Cell(2, (0, 1)), Cell(1, (0,)))
+    made = transcode.cut_at_gap(parse(context(Attention((held, ())))))
+    assert reread(made).sequences() == {0: (3, 0, 2), 1: (1, 0, 0)}
+    assert stream_of(made).cells.n_seq_id.tolist() == [2, 1, 1]
+
+
+def test_old_sequences_are_cut_too() -> None:
+    """Blobs without streams or ids keep their form, even when nothing stays."""
+    for name in ("sequence without ids", "sequence without streams"):
+        image = parse(CASES[name].data)
+        assert reread(transcode.keep_first(image, 2)).sequences() == {0: (2, 0, 1)}
+        assert len(written(transcode.keep_first(image, 0))) == 4 + 8 + 4 * 12
 
 
 def test_what_stands_before_a_gap_is_kept() -> None:
