@@ -50,7 +50,7 @@ def _refuses_streams(session: Session, outcome: SwitchOutcome) -> None:
     assert outcome.stages_ms.freeing is None
     assert session.stage is Stage.SERVING
     for seq_id in range(session.placement.n_seq_max):
-        assert len(_ids(session, 2, seq_id)) == 2
+        assert len(_ids(session, 2, seq_id, GREEDY)) == 2
 
 
 @pytest.mark.parametrize("seq", [{"n_seq_max": 1}, {"n_seq_max": 3, "kv_unified": True}, {"n_seq_max": 3}])
