@@ -18,12 +18,14 @@ import numpy.typing as npt
 
 from statecodec.errors import NotRepresentable
 from statecodec.image import AttentionSection, Change, StateImage, Stream
-from statecodec.quants import Floats, error_bound, from_floats, rotated, to_floats
+from statecodec.quants import error_bound, from_floats, rotated, to_floats
 from statecodec.regroup import as_bytes, changed, each_stream, require_whole
-from statecodec.tensor_types import TYPE_TABLE, TensorType
+from statecodec.tensor_types import TYPE_TABLE, TensorType, row_bytes
 from statecodec.views import Columns, Rotation, Rows
 
-_TILE = 32
+_TILE_ROWS = 256
+_TILE_WORDS = 128
+_SLICE_VALUES = 1 << 18
 _STATE_IT = "State it (rotation blocks of K and V, 0 for rows that are not rotated)."
 
 Rotations = Rotation | Sequence[Rotation] | None
@@ -101,10 +103,29 @@ def _transposed(stream: Stream, *, v_trans: bool) -> Stream:
 
 
 def turned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The transposed array in C order, made in tiles so that both sides stay in the cache."""
-    out: npt.NDArray[Any] = np.empty(array.shape[::-1], dtype=array.dtype)
-    for start in range(0, array.shape[0], _TILE):
-        out[:, start : start + _TILE] = array[start : start + _TILE].T
+    """The transposed array in C order.
+
+    Values are moved eight bytes at a time, in tiles that stay in the cache: a tile is copied (its rows would else lie a
+    power of two apart and fight for the same cache lines), turned, and its words taken apart into their values.
+    """
+    n_rows, n_columns = array.shape
+    out: npt.NDArray[Any] = np.empty((n_columns, n_rows), dtype=array.dtype)
+    group = 8 // array.itemsize
+    whole = n_columns - n_columns % group
+    wide = array[:, :whole].view(np.uint64)
+    grouped = out[:whole].reshape(-1, group, n_rows)
+    tile = np.empty((_TILE_ROWS, _TILE_WORDS + 1), dtype=np.uint64)
+    flipped = np.empty((_TILE_WORDS, _TILE_ROWS), dtype=np.uint64)
+    parts = flipped.view(array.dtype).reshape(_TILE_WORDS, _TILE_ROWS, group)
+    for top in range(0, n_rows, _TILE_ROWS):
+        bottom = min(top + _TILE_ROWS, n_rows)
+        for left in range(0, wide.shape[1], _TILE_WORDS):
+            right = min(left + _TILE_WORDS, wide.shape[1])
+            tile[: bottom - top, : right - left] = wide[top:bottom, left:right]
+            flipped[: right - left, : bottom - top] = tile[: bottom - top, : right - left].T
+            for place in range(group):
+                grouped[left:right, place, top:bottom] = parts[: right - left, : bottom - top, place]
+    out[whole:] = array[:, whole:].T
     return out
 
 
@@ -200,9 +221,16 @@ class _Side:
         before, after = self._blocks(layer.kind, kind)
         if (kind, after) == (layer.kind, before):
             return layer
-        values = rotated(rotated(to_floats(layer.kind, layer.raw()), before), after)
-        packed = self._packed(kind, values, turns=before != after)
-        return Rows(layer.offset, kind, packed.shape[1], as_bytes(packed))
+        raw = layer.raw()
+        size = _row_bytes(kind, layer.n_values)
+        packed: npt.NDArray[np.uint8] = np.empty((len(raw), size), dtype=np.uint8)
+        # In slices that stay in the cache: numbers of a whole layer would be written to memory and read back.
+        step = max(1, _SLICE_VALUES // layer.n_values)
+        for start in range(0, len(raw), step):
+            values = rotated(to_floats(layer.kind, raw[start : start + step]), before)
+            packed[start : start + step] = from_floats(kind, rotated(values, after))
+        self._count(kind, packed, turns=before != after)
+        return Rows(layer.offset, kind, size, as_bytes(packed))
 
     def columns(self, layer: Columns) -> Columns:
         """One layer's transposed V."""
@@ -217,7 +245,9 @@ class _Side:
         values = to_floats(layer.kind, raw)
         if before != after:
             values = turned(rotated(rotated(turned(values), before), after))
-        return replace(layer, kind=kind, data=as_bytes(self._packed(kind, values, turns=before != after)))
+        packed = from_floats(kind, values)
+        self._count(kind, packed, turns=before != after)
+        return replace(layer, kind=kind, data=as_bytes(packed))
 
     def _blocks(self, source: TensorType, target: TensorType) -> tuple[int, int]:
         """Rotation blocks before and after.
@@ -239,10 +269,22 @@ class _Side:
         self.after = after
         return before, after
 
-    def _packed(self, kind: TensorType, values: Floats, *, turns: bool) -> npt.NDArray[np.uint8]:
-        packed = from_floats(kind, values)
+    def _count(self, kind: TensorType, packed: npt.NDArray[np.uint8], *, turns: bool) -> None:
+        """Note how exact one layer is."""
         # Numbers of every type fit into 32 bits; all else is rounded, and so is what was turned.
         if turns or kind is not TensorType.F32:
             self.bound = max(self.bound, error_bound(kind, packed))
             self.is_exact = False
-        return packed
+
+
+def _row_bytes(kind: TensorType, n_values: int) -> int:
+    """Bytes of a row in another type.
+
+    Raises:
+        NotRepresentable: the row is not a whole number of its blocks.
+    """
+    info = TYPE_TABLE[kind]
+    if n_values % info.block_values:
+        wanted = f"{kind.name} rows, which hold a multiple of {info.block_values} values"
+        raise NotRepresentable("rows", f"{n_values} values", wanted, "Choose f16.")
+    return row_bytes(kind, n_values)

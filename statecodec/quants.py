@@ -114,8 +114,10 @@ def error_bound(kind: TensorType, rows: Bytes) -> float:
         steps = np.abs(blocks["d"].astype(np.float32))
         # Half a step by rounding; the scale itself is rounded to a half, and the end of a lopsided range is cut by one.
         return float(steps.max()) * _STEPS[kind]
+    # Without their sign bit, halves are ordered like the integers of the same bits.
+    largest = np.array([int((flat.view("<u2") & 0x7FFF).max())], dtype="<u2")
     precision = 2.0**-11 if kind is TensorType.F16 else 2.0**-8
-    return float(np.abs(to_floats(kind, rows)).max()) * precision
+    return float(to_floats(kind, largest.view(np.uint8).reshape(1, 2))[0, 0]) * precision
 
 
 def rotated(values: Floats, block: int) -> Floats:

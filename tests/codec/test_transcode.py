@@ -614,3 +614,27 @@ def test_a_range_without_attention_layers_is_legal() -> None:
     part = transcode.carve_layers(image, 1, 2)
     assert [section.n_layers for section in part.sections if section.kind.value != "opaque"] == [0, 1, 1]
     reread(part)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((600, 1030), "<u2"), ((257, 513), "<f4"), ((3, 1), "<u2"), ((1, 900), "<f2")]
+)
+def test_turning_goes_tile_by_tile(shape: tuple[int, int], dtype: str) -> None:
+    """More rows and columns than a tile holds, and widths that are not whole words."""
+    array = (np.arange(shape[0] * shape[1]) % 30000).astype(dtype).reshape(shape)
+    assert np.array_equal(turned(array), array.T)
+
+
+def test_rows_are_converted_slice_by_slice() -> None:
+    """A layer with more values than a slice holds becomes what its rows become one by one."""
+    held = cells(3000)
+    image = parse(context(Attention((held,), keys=((1, 256),), values=((1, 256),))))
+    made = transcode.to_types(image, type_k=TensorType.F32)
+    assert np.array_equal(numbers(stream_of(made).keys[0]), numbers(stream_of(image).keys[0]), equal_nan=True)
+
+
+def test_rows_that_are_no_whole_blocks_stay_plain() -> None:
+    """Rows of 40 values cannot be quantized."""
+    image = parse(context(Attention((cells(2),), keys=((1, 80),), values=((1, 80),))))
+    with pytest.raises(NotRepresentable, match="multiple of 32"):
+        transcode.to_types(image, type_k=TensorType.Q8_0, rotation=_NONE)
