@@ -16,7 +16,7 @@ import xxhash
 
 from splitctl import carry as carries
 from splitctl.carry import Carry
-from splitctl.errors import CannotConvert, CarryDamaged, CarryMismatch, Refused
+from splitctl.errors import CannotConvert, CarryDamaged, CarryMismatch, Refused, StateUnsound
 from splitctl.fingerprint import Adapter, Difference, Fingerprint, Identity, Representation
 from splitctl.placement import FlashAttn
 from splitctl.sampler import Sampler
@@ -182,7 +182,7 @@ class Storage:
         """Give the session a state, rewritten where it must be; where it cannot be used, read the tokens again."""
         try:
             return Restored(conversions=effects.transfer.replace(state, slots(), refit=refit))
-        except (CannotConvert, Refused) as error:
+        except (CannotConvert, Refused, StateUnsound) as error:
             return self._read_again(unread or slots, effects, str(error))
 
     def _read_again(self, slots: Callable[[], dict[int, Slot]], effects: Effects, why: str) -> Restored:

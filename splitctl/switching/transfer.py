@@ -200,6 +200,7 @@ class Transfer:
                 self._give(state)
             else:
                 core.replay_tokens()
+            self._check_positions(slots)
         except (NativeError, SplitctlError, statecodec.StateCodecError) as error:
             core.slots = old
             # A restore that failed can leave a context half written: it is thrown away.
@@ -210,6 +211,15 @@ class Transfer:
             slot.clear()
         self.reseal()
         return changes
+
+    def _check_positions(self, slots: Mapping[int, Slot]) -> None:
+        """Refuse a restore after which the library holds something else; some builds say that it went well."""
+        if not self.core.has_memory:
+            return
+        wanted = {slot.seq_id: slot.n_past - 1 for slot in slots.values() if slot.n_past}
+        held = {seq_id: last for seq_id, (_, last) in self.core.positions().items() if last >= 0}
+        if held != wanted:
+            raise StateUnsound(f"after the restore the library holds last positions {held}, wanted {wanted}")
 
     def _hold_against(self, state: memoryview, slots: Mapping[int, Slot]) -> None:
         """Refuse bytes that do not parse, or hold something other than the sequences."""
