@@ -21,6 +21,7 @@ Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
 _SLICE_BLOCKS = 4096
+_PRODUCT = 1 << 19
 _BLOCK = 32
 
 _BLOCK_DTYPES: dict[TensorType, np.dtype[Any]] = {
@@ -140,8 +141,10 @@ def rotated(values: Floats, block: int) -> Floats:
     groups = values.reshape(-1, block)
     out = np.empty_like(groups)
     matrix = _hadamard(block)
-    for start in range(0, len(groups), _SLICE_BLOCKS):
-        np.matmul(groups[start : start + _SLICE_BLOCKS], matrix, out=out[start : start + _SLICE_BLOCKS])
+    # Small products: large ones would start the threads of numpy's linear algebra and wait for them.
+    step = max(1, _PRODUCT // (block * block))
+    for start in range(0, len(groups), step):
+        np.matmul(groups[start : start + step], matrix, out=out[start : start + step])
     return out.reshape(values.shape)
 
 
