@@ -113,7 +113,9 @@ def test_paths_named_in_documents_exist(path: Path) -> None:
     assert [name for name in named if not (_ROOT / name).exists()] == []
 
 
-@pytest.mark.parametrize("name", ["ci/setup", "ci/model", "ci/builds", "ci/test", "ci/check", "ci/demo", ".ci/run"])
+@pytest.mark.parametrize(
+    "name", ["ci/setup", "ci/model", "ci/builds", "ci/test", "ci/check", "ci/demo", "ci/fuzz", ".ci/run"]
+)
 def test_scripts_can_be_run(name: str) -> None:
     """The scripts that the README names are executable and stop at the first error."""
     path = _ROOT / name
