@@ -135,10 +135,11 @@ def validate(*, files: tuple[Path, ...], model: Path | None, as_json: bool) -> i
                     raise StateFormatError(
                         0, f"tensor {name} of the carry", "another checksum", "the one it was sealed with"
                     )
-        text = f"{file.path}: sound: {_short(image)}"
+        noted = [finding.text for finding in statecodec.findings(image)]
         if not as_json:
-            sys.stdout.write(text + "\n")
-        return {"file": str(file.path), "valid": True, "reading": _short(image)}
+            lines = [f"{file.path}: sound: {_short(image)}", *(f"  ! {text}" for text in noted)]
+            sys.stdout.write("\n".join(lines) + "\n")
+        return {"file": str(file.path), "valid": True, "reading": _short(image), "findings": noted}
 
     return _each(files, model, look, as_json=as_json)
 

@@ -46,7 +46,9 @@ def describe(file: StateFile, image: StateImage) -> dict[str, Any]:
         "is_opaque": image.is_opaque,
         "source_seq_id": image.source_seq_id,
         "sequences": [{"seq_id": seq_id, **span._asdict()} for seq_id, span in image.sequences().items()],
-        "shares_positions": any(_shares_positions(section) for section in image.sections),
+        "findings": [
+            {"code": one.code.value, "seq_id": one.seq_id, "text": one.text} for one in statecodec.findings(image)
+        ],
         "tokens": _tokens(image),
         "outputs": _outputs(image),
         "sections": [_section(section, end) for section, end in zip(image.sections, ends, strict=False)],
@@ -77,18 +79,6 @@ def _outputs(image: StateImage) -> dict[str, Any] | None:
         "n_vocab": outputs.logits.shape[1],
         "n_embeddings": outputs.embeddings.size,
     }
-
-
-def _shares_positions(section: Section) -> bool:
-    """Whether several cells of one sequence stand at one position: parts of an image, told apart by their record."""
-    if not isinstance(section, AttentionSection) or not section.ext_bytes:
-        return False
-    for _, stream in section.filled():
-        ids, positions = stream.cells.pairs()
-        keys = (ids.astype(np.int64) << 32) | positions
-        if len(np.unique(keys)) != len(keys):
-            return True
-    return False
 
 
 def _section(section: Section, end: int) -> dict[str, Any]:
@@ -230,8 +220,7 @@ def rows(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "outputs", f"ids {ids or '-'}; {kept}"
     for one in body["sequences"]:
         yield f"sequence {one['seq_id']}", f"{one['n_cells']} cells, positions {one['pos_min']} to {one['pos_max']}"
-    if body["shares_positions"]:
-        yield "media", "several cells share a position: an image or sound is part of the text"
+    yield from (("note", one["text"]) for one in body["findings"])
     if not body["sections"]:
         yield "memory", "none: the model keeps nothing between two decodes"
     for index, section in enumerate(body["sections"]):
@@ -277,10 +266,6 @@ def _section_rows(section: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield "rotation", _rotation_text(section["rotation"])
         if section["ext_bytes"]:
             yield "extra record", f"{section['ext_bytes']} bytes a cell"
-    for one in section.get("sequences", ()):
-        if one["n_missing"]:
-            where = f"between {one['pos_min']} and {one['pos_max']}"
-            yield f"sequence {one['seq_id']}", f"{one['n_missing']} positions {where} are missing"
     number = 0
     for text, group in groupby(section.get("layers", ()), key=_layer_text):
         count = len(list(group))

@@ -129,9 +129,10 @@ def test_s28_media_is_told_by_the_cells(kept: Any, capfd: pytest.CaptureFixture[
     shared = (Cell(0, ext=(0, 0, 1)), Cell(1, ext=(1, 1, -1)), Cell(1, ext=(1, 2, -1)))
     image = kept("image", context(Attention((shared,), keys=((1, 8),), values=((1, 12),), rotation=(0, 0))))
     _, body, _ = told(capfd, "inspect", image, kept("x11549-mrope"))
-    assert [one["shares_positions"] for one in body["files"]] == [True, False]
+    codes = [[finding["code"] for finding in one["findings"]] for one in body["files"]]
+    assert ["media" in some for some in codes] == [True, False]
     _, lines, _ = said(capfd, "inspect", image)
-    assert any(line.startswith("media: ") for line in lines)
+    assert any(line.startswith("note: ") for line in lines)
 
 
 def test_an_opaque_memory_is_named(kept: Any, capfd: pytest.CaptureFixture[str]) -> None:
@@ -151,6 +152,9 @@ def test_a_gap_and_late_cells_are_told(kept: Any, capfd: pytest.CaptureFixture[s
     path = kept("gap", context(Attention((held,), keys=((1, 8),), values=((1, 12),), rotation=(0, 0))))
     _, body, _ = told(capfd, "inspect", path)
     assert body["files"][0]["sections"][0]["sequences"][0]["n_missing"] == 2
+    code, lines, _ = said(capfd, "validate", path)
+    assert (code, len(lines)) == (0, 2)
+    assert lines[1].startswith("  ! ")
     out = path.with_name("out")
     code, lines, _ = said(capfd, "convert", path, "-o", out, "--cut-at-gap")
     assert code == 0
