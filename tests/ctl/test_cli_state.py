@@ -484,6 +484,23 @@ def test_one_value_makes_a_difference(kept: Any, capfd: pytest.CaptureFixture[st
     assert (code, "tokens: 5 tokens, at 0" in lines[1]) == (1, True)
 
 
+def test_what_cannot_be_compared_row_by_row_differs(kept: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """Layers of other widths, other logits, other sequences and other bytes of an opaque memory are differences."""
+    opaque = [context(struct.pack("<II", 0x34565344, 1) + bytes([n]) * 40, architecture="deepseek4") for n in (1, 2)]
+    outputs = bytearray(golden("x020-dense"))
+    outputs[40] ^= 1
+    for one, two, what in (
+        (kept("x11549-smollm2"), kept("x11549-dense"), "section 0, sequence 0: K: 30 layers of [192] values"),
+        (kept("x020-dense"), kept("logits", bytes(outputs)), "logits"),
+        (kept("one", opaque[0]), kept("two", opaque[1]), "section 0: opaque bytes"),
+        (kept("x11549-dense"), kept("x11549-dense-streams4"), "sequences: [0] | [0, 1, 2, 3]"),
+    ):
+        code, lines, _ = said(capfd, "diff", one, two)
+        assert (code, lines[0]) == (1, "different")
+        assert any(what in line for line in lines), lines
+    assert said(capfd, "diff", kept("one", opaque[0]), kept("two", opaque[0]))[0] == 0
+
+
 def test_rows_of_unknown_rotation_are_compared_as_they_are(kept: Any, capfd: pytest.CaptureFixture[str]) -> None:
     """Where nothing says how one side is rotated, the answer says so."""
     code, body, _ = told(capfd, "diff", kept("l0336-dense"), kept("l0336-dense-q8"))
