@@ -3,6 +3,7 @@
 Main path: ``Library.open`` (the only dlopen; layout established by looking) -> ``Model.load`` -> ``Context`` ->
 ``state_get`` / ``state_set``; ``SamplerChain`` works on the caller's candidates. No cdata crosses the package's edge.
 """
+
 from __future__ import annotations
 
 from llama_native.context import Context

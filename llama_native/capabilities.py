@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 CAPABILITIES: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    "load": (
-        ("llama_model_default_params", "llama_model_load_from_file", "llama_model_free", "llama_backend_init"),
-    ),
+    "load": (("llama_model_default_params", "llama_model_load_from_file", "llama_model_free", "llama_backend_init"),),
     "context": (("llama_context_default_params", "llama_init_from_model", "llama_free", "llama_n_ctx"),),
     "decode": (("llama_decode", "llama_get_logits_ith", "llama_synchronize"),),
     "encode": (("llama_encode", "llama_model_has_encoder"),),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from llama_native import CallFailed, Context, ContextParams, Library, Model, ModelParams, SplitMode
-from splitctl.errors import Busy
+from splitctl.errors import AdapterInvalid, Busy
 from splitctl.placement import Placement
 from splitctl.session import Proof, Session
 from tests.ctl import scenes
@@ -134,7 +134,7 @@ def test_r3_device_memory_returns_to_the_baseline(model: Path) -> None:
 # -- R4: deleted, and the memory is still full -------------------------------------------------------------------------
 
 
-def child_r4(path: str, model: str) -> dict[str, Any]:
+def child_r4(path: str, model: str, adapter: str) -> dict[str, Any]:
     library = Library.open(path)
     stub = Stub(path)
     session = scenes.start(library, model, Scene(n_seq=2))
@@ -146,9 +146,9 @@ def child_r4(path: str, model: str) -> dict[str, Any]:
     for faults in ("load:null", "init:null", "adapter:null", "set_adapters:fail"):
         stub.faults(f"clear {faults}")
         try:
-            Session.open(model, Scene().placement(), library=library, adapters=[(model, 1.0)])
+            Session.open(model, Scene().placement(), library=library, adapters=[(adapter, 1.0)])
             seen[faults] = "opened"
-        except CallFailed:
+        except (AdapterInvalid, CallFailed):
             seen[faults] = stub.live()
     stub.faults("clear")
     with warnings.catch_warnings(record=True) as caught:
@@ -163,9 +163,10 @@ def child_r4(path: str, model: str) -> dict[str, Any]:
     return seen | {"mistakes": stub.mistakes()}
 
 
-def test_r4_everything_is_freed_once_and_in_order(model: Path) -> None:
+def test_r4_everything_is_freed_once_and_in_order(model: Path, tmp_path: Path) -> None:
     """A close frees samplers, context, model, once each; a failed open leaves nothing; a forgotten handle warns."""
-    seen = run_child(child_r4, build(), model).value()
+    adapter = write_model(tmp_path / "adapter.gguf", extra={"general.type": "adapter", "adapter.type": "lora"})
+    seen = run_child(child_r4, build(), model, adapter).value()
     assert seen["order"] == [*["llama_sampler_free"] * (len(seen["order"]) - 2), "llama_free", "llama_model_free"]
     assert len(seen["order"]) > 2
     assert seen["again"]
