@@ -54,6 +54,7 @@ WARM_UP = 2
 _M_MMAP_THRESHOLD = -3
 _GREEDY = SamplerSpec(temp=0.0)
 _BIG = "big-500"
+_BARE_STAGES = ("saving", "freeing", "placing", "building", "restoring")
 _STAGES = ("quiescing", "checking", "saving", "sealing", "freeing", "placing", "building", "restoring", "proving")
 
 
@@ -73,17 +74,21 @@ class Bare:
             )
             self._load(ffi, lib, placement)
         self._buffer: Any = None
+        self.stages: dict[str, list[float]] = {}
 
-    def _load(self, ffi: Any, lib: Any, placement: Placement) -> None:
+    def _load(self, ffi: Any, lib: Any, placement: Placement) -> tuple[float, float]:
+        """Load and build; returns when each was done [seconds of the clock]."""
         c_params, self._keep = fill_model_params(self._library, ffi, lib, model_params(placement))
         self._model = lib.llama_model_load_from_file(self._path, c_params)
         if not self._model:
             raise SystemExit(f"the library cannot place {os.fsdecode(self._path)} by itself")
+        loaded = perf_counter()
         c_context = lib.llama_context_default_params()
         fill_context_params(c_context, context_params(placement, embeddings=False), self._library.context_fields)
         self._context = lib.llama_init_from_model(self._model, c_context)
         if not self._context:
             raise SystemExit("the library cannot build a context by itself")
+        return loaded, perf_counter()
 
     def decode(self, tokens: Sequence[int]) -> None:
         """Decode tokens after those that are held."""
@@ -107,17 +112,22 @@ class Bare:
         """Move; the log is given back to the session afterwards."""
         with self._library.calling() as (ffi, lib):
             lib.llama_log_set(self._silent, ffi.NULL)
-            started, cpu = perf_counter(), process_time()
+            laps, cpu = [perf_counter()], process_time()
             n_bytes = lib.llama_state_get_size(self._context)
             n = lib.llama_state_get_data(self._context, self._view, n_bytes)
+            laps.append(perf_counter())
             lib.llama_free(self._context)
             lib.llama_model_free(self._model)
-            self._load(ffi, lib, placement)
+            laps.append(perf_counter())
+            laps += self._load(ffi, lib, placement)
             n_set = lib.llama_state_set_data(self._context, self._view, n)
-            times = Times(perf_counter() - started, process_time() - cpu)
+            laps.append(perf_counter())
+            times = Times(laps[-1] - laps[0], process_time() - cpu)
             lib.llama_log_set(opened._log_callback, ffi.NULL)  # noqa: SLF001 - put back what the library module holds
         if not n == n_set == n_bytes:
             raise SystemExit(f"the bare calls announced {n_bytes} bytes, wrote {n}, read {n_set}")
+        for stage, start, end in zip(_BARE_STAGES, laps, laps[1:], strict=False):
+            self.stages.setdefault(stage, []).append((end - start) * 1e3)
         return times
 
     def close(self) -> None:
@@ -143,6 +153,7 @@ class Samples:
     positions: list[Times] = field(default_factory=list)
     bytes: list[Times] = field(default_factory=list)
     stages: dict[str, list[float]] = field(default_factory=dict)
+    bare_stages: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +267,7 @@ def _run(library: Library, name: str, path: Path, route: str, options: argparse.
             target = here if number % 2 else there
             if number == 0:
                 samples.stages.clear()
+                bare.stages.clear()
             for arm in orders[number // 2 % len(orders)]:
                 times = arms[arm](target)
                 if number >= 0:
@@ -265,6 +277,7 @@ def _run(library: Library, name: str, path: Path, route: str, options: argparse.
                 for _token in session.generate(n=1, sampler=_GREEDY):
                     pass
         last = on_positions.last_switch
+        samples.bare_stages = bare.stages
         bare.close()
     return {
         "model": name,
@@ -305,8 +318,13 @@ def _ratios(samples: Samples) -> dict[str, Any]:
             name: round(statistics.median(t.wall_s for t in times) * 1e3, 2)
             for name, times in (("bare", bare), ("positions", ours), ("bytes", proved))
         },
-        "stages_ms": {name: round(statistics.median(values), 3) for name, values in samples.stages.items()},
+        "stages_ms": _medians(samples.stages),
+        "bare_stages_ms": _medians(samples.bare_stages),
     }
+
+
+def _medians(stages: dict[str, list[float]]) -> dict[str, float]:
+    return {name: round(statistics.median(values), 3) for name, values in stages.items()}
 
 
 def _show(summary: dict[str, Any]) -> None:
@@ -319,7 +337,8 @@ def _show(summary: dict[str, Any]) -> None:
             f"  cpu {run['cpu_ratio']['median']:.3f}  bytes x{run['bytes_ratio']:.3f}"
             f"  ({medians['bare']:.1f} / {medians['positions']:.1f} / {medians['bytes']:.1f} ms)"
         )
-        print("           " + "  ".join(f"{name} {ms:.2f}" for name, ms in run["stages_ms"].items()))
+        for whose in ("stages_ms", "bare_stages_ms"):
+            print("           " + "  ".join(f"{name} {ms:.2f}" for name, ms in run[whose].items()))
 
 
 if __name__ == "__main__":
