@@ -69,8 +69,8 @@ class Core:
         self.arena = Arena()
         self.spare = Arena()
         self.n_decodes = 0
-        self.state_shape: tuple[frozenset[int], tuple[str, ...]] | None = None
-        """How the last state was read: its versions and the kinds of its sections."""
+        self.state_shape: tuple[frozenset[int], tuple[str, ...], bool | None, tuple[bool, ...]] | None = None
+        """How the last state was read: versions, kinds of sections, extra records in cells, V in attention sections."""
         self.has_memory = engine.live.has_memory
         self.n_vocab = self.model.n_vocab
         self.is_encoder_decoder = self.model.has_encoder and self.model.has_decoder

@@ -66,14 +66,21 @@ def _read(core: Core, view: memoryview) -> statecodec.StateImage:
         n_ctx=core.engine.live.n_ctx,
     )
     if core.state_shape is not None:
-        versions, sections = core.state_shape
+        versions, sections, has_ext, has_v = core.state_shape
+        narrow = replace(facts, versions=versions, sections=sections, has_ext=has_ext, has_v=has_v)
         try:
-            return statecodec.parse(view, facts=replace(facts, versions=versions, sections=sections))
+            return statecodec.parse(view, facts=narrow)
         except statecodec.StateFormatError:
             core.state_shape = None
     image = statecodec.parse(view, facts=facts)
     if image.sequences():
-        core.state_shape = image.versions, tuple(section.kind.value for section in image.sections)
+        attention = [one for one in image.sections if isinstance(one, statecodec.AttentionSection)]
+        core.state_shape = (
+            image.versions,
+            tuple(section.kind.value for section in image.sections),
+            any(one.ext_bytes for one in attention) if attention and image.sections[0] is attention[0] else None,
+            tuple(any(stream.values for _, stream in one.filled()) for one in attention if one.n_layers),
+        )
     return image
 
 
