@@ -21,7 +21,7 @@ def test_the_corpus_is_small() -> None:
 
 @pytest.mark.parametrize("path", _KEPT, ids=lambda path: path.stem)
 def test_a_kept_case_keeps_the_law(path: Path) -> None:
-    """Every kept case is an error of the one kind or an image of its bytes,."""
+    """Every kept case is an error of the one kind or an image of its bytes."""
     data = path.read_bytes()
     assert check(data).name
 
