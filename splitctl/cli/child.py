@@ -67,10 +67,16 @@ class Answer:
     Attributes:
         body: the result, or what is known of it.
         code: the exit status so far; DONE when the worker delivered a result.
+        text: the pieces of the answer that came, raw bytes.
     """
 
     body: dict[str, Any] = field(default_factory=dict)
     code: ExitCode = ExitCode.DONE
+    text: bytearray = field(default_factory=bytearray)
+
+    def known(self) -> dict[str, Any]:
+        """Give what is known after the worker was lost: its last report, and the pieces that came since."""
+        return {**self.body, "text": self.text.decode("utf-8", "replace")} if self.text else self.body
 
 
 def ask(request: Request, screen: Screen) -> Answer:
@@ -93,11 +99,11 @@ def ask(request: Request, screen: Screen) -> Answer:
         except WorkerLost as error:
             if interrupts.count:
                 message = f"cancelled; the worker {error.how}"
-                answer.code = screen.fail("Cancelled", message, ExitCode.CANCELLED, answer.body)
+                answer.code = screen.fail("Cancelled", message, ExitCode.CANCELLED, answer.known())
             else:
                 why = telling_line(error.log_tail) or "it said nothing"
                 message = f"the worker {error.how}: {why}; splitctl doctor shows the library that it used"
-                answer.code = screen.fail("WorkerLost", message, ExitCode.FAILED, answer.body)
+                answer.code = screen.fail("WorkerLost", message, ExitCode.FAILED, answer.known())
         except SplitctlError as error:
             answer.code = screen.fail(type(error).__name__, str(error), ExitCode.FAILED, answer.body)
         except OSError as error:
@@ -115,6 +121,7 @@ def _show(event: Progress | Piece | Partial | Result | Failure, screen: Screen, 
             screen.progress(event)
         case Piece():
             screen.text(event.data)
+            answer.text += event.data
         case Partial():
             answer.body.update(event.body)
         case Result():

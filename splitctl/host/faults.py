@@ -13,6 +13,7 @@ from splitctl.errors import (
     CarryNotWritten,
     ConfigInvalid,
     ContextFull,
+    Parked,
     Refused,
     SplitctlError,
 )
@@ -26,6 +27,7 @@ _FAULTS: tuple[tuple[type[Exception], Fault], ...] = (
     (LoadCancelled, Fault.CANCELLED),
     (ProbeCancelled, Fault.CANCELLED),
     (Busy, Fault.BUSY),
+    (Parked, Fault.PARKED),
     (Refused, Fault.REFUSED),
     (UnknownDevice, Fault.CONFIG),
     (RpcServerUnusable, Fault.CONFIG),
@@ -81,6 +83,8 @@ def _message(error: Exception, model: Path | None) -> str:
     """Say what happened and what to do."""
     if isinstance(error, CallFailed):
         return _call_failed(error, model)
+    if isinstance(error, Parked) and error.path is not None:
+        return f"the session is parked at {error.path}; run again with --restore and that file to go on"
     if isinstance(error, LibraryNotFound):
         looked = "; ".join(str(entry) for entry in error.tried) or "nowhere"
         return (

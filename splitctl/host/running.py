@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -13,13 +13,14 @@ from typing import Any
 
 import platformdirs
 
-from llama_native import Library, LoadCancelled
+from llama_native import Library, NativeError
 from splitctl import chat
-from splitctl.errors import Cancelled, ConfigInvalid, ContextFull
+from splitctl.errors import Cancelled, ConfigInvalid, ContextFull, Parked, SplitctlError
 from splitctl.facts import ModelFacts, read_facts
 from splitctl.host.faults import failure_of
 from splitctl.host.probes import Prober
-from splitctl.host.protocol import Event, Partial, Piece, Progress, Result, RunRequest
+from splitctl.host.protocol import Event, Failure, Partial, Piece, Progress, Result, RunRequest
+from splitctl.host.stop_texts import StopTexts
 from splitctl.outcome import SwitchOutcome, SwitchStatus
 from splitctl.placement import Placement
 from splitctl.probing import VerdictCache
@@ -84,6 +85,11 @@ class _Run:
     switch: dict[str, Any] | None = None
     restored: dict[str, Any] | None = None
 
+    @property
+    def is_parked(self) -> bool:
+        """Whether the switch left the session nowhere to serve."""
+        return self.switch is not None and self.switch["status"] == SwitchStatus.PARKED.value
+
     def body(self) -> dict[str, Any]:
         """Give the object that `run --json` prints."""
         return {
@@ -102,7 +108,7 @@ class _Run:
                 },
                 "switch_ms": self.switch["total_ms"] if self.switch is not None else None,
             },
-            "placement": self.placement.to_json(),
+            "placement": None if self.is_parked else self.placement.to_json(),
             "model": {
                 "path": str(self.facts.path),
                 "name": self.facts.name,
@@ -154,9 +160,20 @@ def run(request: RunRequest, library: Library, env: Mapping[str, str], emit: Emi
         prober(request.model, request.placement, facts)
     try:
         _work(request, library, prober, emit, cancel, state)
-    except (Cancelled, LoadCancelled) as error:
-        return dataclasses.replace(failure_of(error, model=request.model), body=state.body())
+    except (SplitctlError, NativeError) as error:
+        return _failure(error, request, state)
     return Result(state.body())
+
+
+def _failure(error: SplitctlError | NativeError, request: RunRequest, state: _Run) -> Failure:
+    """Tell an error with all that is known of the run, the outcome of its switch included."""
+    failure = failure_of(error, model=request.model)
+    message = failure.message
+    if isinstance(error, Parked) and state.switch is not None:
+        if error.path is None:
+            message = "the session serves no more and could not be saved; open a new one"
+        message = f"the switch to {state.switch['requested']} failed: {state.switch['reason']}; {message}"
+    return dataclasses.replace(failure, message=message, body=state.body())
 
 
 def _refuse_what_generates_nothing(facts: ModelFacts) -> None:
@@ -191,6 +208,10 @@ def _work(
         emit(Partial(state.body()))
         if session.placement.mode is not request.placement.mode:
             _switch(session, request, emit, state)
+            # A library that dies later takes the worker with it, and must not take the outcome too.
+            emit(Partial(state.body()))
+            if state.is_parked:
+                raise Parked(session.parked_at)
             if cancel.is_set():
                 what = "the switch"
                 raise Cancelled(what)
@@ -286,9 +307,14 @@ def _switch(session: Session, request: RunRequest, emit: Emit, state: _Run) -> N
         # The mode is what was asked for; a cache type that it cannot have gives way, and the outcome lists it.
         emit(Progress("switch: another cache type", None, f"{outcome.reason}; going on with f16"))
         outcome = switch(dataclasses.replace(target, type_k=PLAIN_CACHE, type_v=PLAIN_CACHE))
+    _book_switch(outcome, session, state)
+
+
+def _book_switch(outcome: SwitchOutcome, session: Session, state: _Run) -> None:
+    """Keep an outcome, and where the session is after it."""
     state.switch = outcome.to_json()
-    if outcome.status is SwitchStatus.PARKED and session.parked_at is not None:
-        state.switch["parked_at"] = str(session.parked_at)
+    if outcome.status is SwitchStatus.PARKED:
+        state.switch["parked_at"] = str(session.parked_at) if session.parked_at is not None else None
     state.placement = session.placement
 
 
@@ -325,9 +351,8 @@ def _generate(session: Session, request: RunRequest, emit: Emit, cancel: threadi
         state.generate_ms = _ms_since(started)
         if session.last_switch is not None and state.switch is not None:
             # The trial decides only now: it confirms the switch, or falls back from it.
-            state.switch |= session.last_switch.to_json()
-            state.placement = session.placement
-    _pass_on(held.rest(), emit, state)
+            _book_switch(session.last_switch, session, state)
+        _pass_on(held.rest(), emit, state)
 
 
 def _pass_on(data: bytes, emit: Emit, state: _Run) -> None:
@@ -335,56 +360,6 @@ def _pass_on(data: bytes, emit: Emit, state: _Run) -> None:
     if data:
         state.text += data
         emit(Piece(data))
-
-
-class StopTexts:
-    """Finds stop texts in a stream of pieces, and holds back what may still become one."""
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        """Take the texts.
-
-        Args:
-            texts: none of them empty.
-        """
-        self._needles = [text.encode("utf-8") for text in texts]
-        self._held = b""
-        self.hit = False
-
-    def feed(self, piece: bytes) -> bytes:
-        """Take the next piece.
-
-        Args:
-            piece: bytes of the answer.
-
-        Returns:
-            What is certain to belong to the answer; after a hit, what comes before the stop text.
-        """
-        if not self._needles:
-            return piece
-        self._held += piece
-        ends = [at for needle in self._needles if (at := self._held.find(needle)) >= 0]
-        if ends:
-            self.hit = True
-            out, self._held = self._held[: min(ends)], b""
-            return out
-        keep = max(self._overlap(needle) for needle in self._needles)
-        at = len(self._held) - keep
-        out, self._held = self._held[:at], self._held[at:]
-        return out
-
-    def rest(self) -> bytes:
-        """Give what was held back, at the end of the stream.
-
-        Returns:
-            The bytes; empty after a hit.
-        """
-        out, self._held = self._held, b""
-        return out
-
-    def _overlap(self, needle: bytes) -> int:
-        """Count the bytes at the end of what is held that begin a stop text."""
-        most = min(len(needle) - 1, len(self._held))
-        return next((n for n in range(most, 0, -1) if self._held.endswith(needle[:n])), 0)
 
 
 def _ms_since(started: float) -> float:

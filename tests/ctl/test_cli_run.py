@@ -351,6 +351,101 @@ def test_a_switch_that_fails_falls_back_and_answers(tmp_path: Path) -> None:
     assert len(body["tokens"]) == 4
 
 
+_SWITCHED_STUB = [*_TWO, "-psm", "layer", "-sm", "tensor", "--force", "-p", "hi", "--json"]
+
+
+@needs_compiler
+@pytest.mark.stub
+@pytest.mark.parametrize(
+    ("faults", "stage", "n_before"),
+    [("load:null:tensor, load:null:layer@2+", "placing", 0), ("decode:fail:tensor, load:null:layer@2+", "trial", 1)],
+    ids=["at the switch", "at the trial"],
+)
+def test_a_parked_session_ends_with_its_own_status_and_goes_on_from_its_file(
+    tmp_path: Path, faults: str, stage: str, n_before: int
+) -> None:
+    """Nothing can be placed any more: status 5, the file on stderr and in the object, and no token is lost."""
+    model = write_model(tmp_path / "tiny.gguf")
+    base = ["run", "-m", model, "--lib", build()]
+    done = _splitctl(*base, *_SWITCHED_STUB, "-n", "8", STUB_FAULTS=faults, XDG_STATE_HOME=str(tmp_path))
+    assert done.returncode == 5, done.stderr
+    body = _json(done)
+    assert body["exit_code"] == 5
+    assert body["error"]["kind"] == "Parked"
+    assert (body["switch"]["status"], body["switch"]["stage"]) == ("parked", stage)
+    assert body["switch"]["reason"]
+    assert (body["switch"]["effective"], body["placement"]) == (None, None)
+    assert len(body["tokens"]) == n_before
+    at = Path(body["switch"]["parked_at"])
+    assert at.is_relative_to(tmp_path)
+    assert at.is_file()
+    assert str(at) in _lines(done)[-1]
+    assert "--restore" in _lines(done)[-1]
+    whole = _json(_splitctl(*base, *_TWO, "-p", "hi", "-n", "8", "--json"))["tokens"]
+    rest = _json(_splitctl(*base, *_TWO, "--restore", at, "-n", str(8 - n_before), "--json"))["tokens"]
+    assert body["tokens"] + rest == whole
+
+
+@needs_compiler
+@pytest.mark.stub
+def test_a_session_that_cannot_even_be_parked_says_so(tmp_path: Path) -> None:
+    """Neither a placement nor a place on disk: the status of a parked session, no path, and why."""
+    model = write_model(tmp_path / "tiny.gguf")
+    arguments = ["-m", model, "--lib", build(), *_SWITCHED_STUB, "-n", "8"]
+    # A file where the folder should be: the state cannot be written below it.
+    faults = "load:null:tensor, load:null:layer@2+"
+    done = _splitctl("run", *arguments, STUB_FAULTS=faults, XDG_STATE_HOME=str(model))
+    assert done.returncode == 5, done.stderr
+    body = _json(done)
+    assert (body["switch"]["status"], body["switch"]["parked_at"]) == ("parked", None)
+    assert "could not be saved" in _lines(done)[-1]
+    assert "Not a directory" in _lines(done)[-1] or "File exists" in _lines(done)[-1]
+
+
+@needs_compiler
+@pytest.mark.stub
+def test_a_generation_that_fails_keeps_the_outcome_and_the_answer(tmp_path: Path) -> None:
+    """A decode that fails after the switch was confirmed: status 1, with the outcome and the tokens so far."""
+    model = write_model(tmp_path / "tiny.gguf")
+    arguments = ["-m", model, "--lib", build(), *_SWITCHED_STUB, "-n", "8"]
+    done = _splitctl("run", *arguments, STUB_FAULTS="decode:fail:tensor@4+")
+    assert done.returncode == 1, done.stderr
+    body = _json(done)
+    assert body["error"]["kind"] == "CallFailed"
+    assert (body["switch"]["status"], body["switch"]["confirmed"]) == ("switched", True)
+    assert len(body["tokens"]) == 4
+    assert body["text"]
+
+
+@needs_compiler
+@pytest.mark.stub
+def test_a_library_that_dies_after_the_switch_keeps_the_outcome_and_the_answer(tmp_path: Path) -> None:
+    """An abort in the middle of the answer: the outcome of the switch and the pieces that came are told."""
+    model = write_model(tmp_path / "tiny.gguf")
+    arguments = ["-m", model, "--lib", build(), *_SWITCHED_STUB, "-n", "8"]
+    done = _splitctl("run", *arguments, STUB_FAULTS="decode:abort:tensor@4+")
+    assert done.returncode == 1, done.stderr
+    body = _json(done)
+    assert body["error"]["kind"] == "WorkerLost"
+    assert body["switch"]["status"] == "switched"
+    assert body["text"]
+
+
+@needs_compiler
+@pytest.mark.stub
+def test_a_save_that_fails_keeps_the_outcome_and_the_answer(tmp_path: Path) -> None:
+    """A file that cannot be written at the end: status 1 and its path, with the outcome and the whole answer."""
+    model = write_model(tmp_path / "tiny.gguf")
+    path = tmp_path / "missing" / "carry"
+    done = _splitctl("run", "-m", model, "--lib", build(), *_SWITCHED_STUB, "-n", "4", "--save", path)
+    assert done.returncode == 1, done.stderr
+    assert str(path) in _lines(done)[-1]
+    body = _json(done)
+    assert body["error"]["kind"] == "CarryNotWritten"
+    assert body["switch"]["status"] == "switched"
+    assert len(body["tokens"]) == 4
+
+
 @pytest.mark.model
 @pytest.mark.parametrize("stage", ["loading", "prompt", "switch: checking", "switch: placing", "generating"])
 def test_ctrl_c_at_any_stage(stage: str, smollm2: Path, tmp_path: Path) -> None:

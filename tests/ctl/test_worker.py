@@ -31,7 +31,7 @@ from splitctl.host import (
     Worker,
 )
 from splitctl.host.protocol import decode_event, decode_request, encode_event, encode_request
-from splitctl.host.running import StopTexts
+from splitctl.host.stop_texts import StopTexts
 from splitctl.last_words import how_it_ended, is_shortage, telling_line
 from splitctl.placement import FlashAttn, Placement, SplitMode
 from splitctl.sequence import SamplerSpec
@@ -292,6 +292,23 @@ def test_a_cancel_ends_at_a_token(stub: Path, tiny: Path) -> None:
     assert last.fault is Fault.CANCELLED
     assert last.body["text"] == b"".join(pieces).decode("utf-8", "replace")
     assert pieces
+
+
+@needs_compiler
+@pytest.mark.stub
+def test_a_parked_run_fails_with_its_outcome(stub: Path, tiny: Path, tmp_path: Path) -> None:
+    """A switch that parks ends in a failure of its own kind, and nothing is generated after it."""
+    faults = "load:null:tensor, load:null:layer@2+"
+    request = _run(tiny, stub, mode=SplitMode.LAYER)
+    with Worker(request, env=_env(STUB_FAULTS=faults, XDG_STATE_HOME=str(tmp_path))) as worker:
+        events = list(worker.events())
+    last = events[-1]
+    assert isinstance(last, Failure)
+    assert (last.fault, last.kind) == (Fault.PARKED, "Parked")
+    assert last.body["switch"]["status"] == "parked"
+    assert last.body["switch"]["parked_at"] in last.message
+    assert last.body["timings"]["prompt"]["n"] > 0
+    assert "generating" not in [one.stage for one in events if isinstance(one, Progress)]
 
 
 @needs_compiler
