@@ -69,6 +69,7 @@ class Core:
         self.arena = Arena()
         self.spare = Arena()
         self.n_decodes = 0
+        self.pending_shift = False
         self.state_shape: tuple[frozenset[int], tuple[str, ...], bool | None, tuple[bool, ...]] | None = None
         """How the last state was read: versions, kinds of sections, extra records in cells, V in attention sections."""
         self.has_memory = engine.live.has_memory
@@ -83,6 +84,14 @@ class Core:
             msg = "the engine has no model now"
             raise AssertionError(msg)
         return self.engine.model
+
+    def serve_in(self, placement: Placement) -> None:
+        """Note where the session serves now, and have a slot for each sequence that the context can hold."""
+        self.placement = placement
+        for seq_id in range(placement.n_seq_max):
+            self.slots.setdefault(seq_id, Slot(seq_id))
+        for seq_id in [one for one in self.slots if one >= placement.n_seq_max and self.slots[one].is_empty]:
+            self.slots.pop(seq_id).clear()
 
     def used(self) -> list[Slot]:
         """Return the sequences that hold anything, by id."""
@@ -120,12 +129,37 @@ class Core:
             self.check_encoder(n_new)
         if not self.has_memory or self.facts.is_recurrent:
             return
+        held, room = self._held_and_room(seq_id)
+        if held + n_new > room:
+            raise ContextFull(held, n_new, room)
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Refuse an empty prompt, and tokens that the vocabulary does not have.
+
+        Raises:
+            ConfigInvalid: with what was found.
+        """
+        if not len(tokens):
+            raise ConfigInvalid("tokens", "none", "at least one token (the prompt is empty)")
+        n_vocab = self.n_vocab
+        for token in tokens:
+            if not 0 <= token < n_vocab:
+                raise ConfigInvalid("tokens", token, f"0 to {n_vocab - 1}, the model's vocabulary")
+
+    def is_full(self, seq_id: int) -> bool:
+        """Tell whether a sequence's newest token is the last that its memory has a cell for."""
+        if not self.has_memory or self.facts.is_recurrent:
+            return False
+        held, room = self._held_and_room(seq_id)
+        slot = self.slots[seq_id]
+        return held + (len(slot.tokens) - slot.n_past) >= room
+
+    def _held_and_room(self, seq_id: int) -> tuple[int, int]:
+        """Return the cells that count against a sequence's room, and the room."""
         context = self.engine.live
         unified = self.placement.kv_unified
         held = sum(s.n_past for s in self.slots.values()) if unified else self.slots[seq_id].n_past
-        room = context.n_ctx if unified or self.placement.n_seq_max == 1 else context.n_ctx_seq
-        if held + n_new > room:
-            raise ContextFull(held, n_new, room)
+        return held, context.n_ctx if unified or self.placement.n_seq_max == 1 else context.n_ctx_seq
 
     def check_encoder(self, n_tokens: int) -> None:
         """Refuse more tokens than an encoder reads at once: the library would abort.
@@ -157,6 +191,7 @@ class Core:
                 raise Cancelled("a decode") from error
             raise
         self.n_decodes += 1
+        self.pending_shift = False
         wanted = [index for index, output in enumerate(batch.outputs) if output]
         if self.facts.is_encoder_only:
             rows = {index: context.embeddings(index, batch.seq_ids[index]) for index in wanted}

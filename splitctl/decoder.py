@@ -24,7 +24,7 @@ from llama_native import (
     state_size,
 )
 from splitctl.core import Batch, batches
-from splitctl.errors import Cancelled, ConfigInvalid, Parked, Refused
+from splitctl.errors import Cancelled, ConfigInvalid, Refused
 from splitctl.outcome import Reason
 from splitctl.placement import SplitMode
 from splitctl.sampler import Sampler
@@ -99,33 +99,45 @@ class Decoder:
             [slot.seq_id for slot in slots],
             [True] * len(slots),
         )
-        rows = self._run(batch)
+        try:
+            rows = self._run(batch)
+        except (Cancelled, CallFailed):
+            for slot in slots:
+                self._book_what_is_held(slot, ())
+            raise
         for index, slot in enumerate(slots):
             slot.n_past += 1
             self._take(slot, index, rows[index])
 
-    def decode_new(self, slot: Slot, batch: Batch) -> None:
+    def decode_new(self, slot: Slot, batch: Batch, *, tell_sampler: bool = True) -> None:
         """Decode tokens that the sequence does not have yet, and book them as far as the memory holds them."""
         try:
             rows = self._run(batch)
-        except Cancelled:
-            self._book_what_is_held(slot, batch)
+        except (Cancelled, CallFailed):
+            self._book_what_is_held(slot, batch.tokens)
             raise
+        if not rows:
+            slot.take_rows(no_logits(), no_tokens())
         slot.tokens.extend(batch.tokens)
         slot.n_past += len(batch.tokens)
-        if slot.sampler is not None:
+        if slot.sampler is not None and tell_sampler:
             for token in batch.tokens:
                 slot.sampler.accept(token)
         for index, row in rows.items():
             self._take(slot, index, row)
 
-    def _book_what_is_held(self, slot: Slot, batch: Batch) -> None:
-        if not self._core.has_memory:
+    def _book_what_is_held(self, slot: Slot, new: Sequence[int]) -> None:
+        """After a decode that ended early: micro-batches that were done stay in the memory, so the books follow it."""
+        core = self._core
+        if not core.has_memory or core.engine.context is None:
             return
-        n_held = self._core.engine.live.pos_max(slot.seq_id) + 1 - slot.n_past
-        slot.tokens.extend(batch.tokens[:n_held])
-        slot.n_past += max(n_held, 0)
-        slot.take_rows(no_logits(), no_tokens())
+        context = core.engine.live
+        n_held = context.pos_max(slot.seq_id) + 1 - slot.n_past
+        if n_held > 0 and (new or not context.seq_rm(slot.seq_id, slot.n_past, -1)):
+            slot.tokens.extend(new[:n_held])
+            slot.n_past += n_held
+            slot.take_rows(no_logits(), no_tokens())
+        self._effects.transfer.reseal()
 
     def _take(self, slot: Slot, index: int, row: NDArray[np.float32]) -> None:
         if self._core.facts.is_encoder_only:
@@ -151,7 +163,7 @@ class Decoder:
             return rows
         self._switcher.trial_failed(Reason("trial-failed", f"the first decode after the switch failed: {wrong}"))
         if self._switcher.state.stage is Stage.PARKED:
-            raise Parked(self._effects.parked_at)
+            raise self._effects.gone(self._switcher.state)
         return core.run(batch)
 
     def draw(self, slot: Slot) -> int:
@@ -174,15 +186,30 @@ class Decoder:
 
     def set_sampler(self, slot: Slot, spec: SamplerSpec) -> None:
         """Draw by ``spec`` from now on; the same spec again goes on where it is."""
-        if slot.sampler is not None:
-            if slot.sampler.spec == spec:
-                return
-            slot.sampler.close()
-        slot.sampler = Sampler(self._core.engine.library, spec, self._core.n_vocab)
-        slot.sampler.replay(slot.tokens, 0)
+        if slot.sampler is not None and slot.sampler.spec == spec:
+            return
+        self._put_sampler(slot, spec, 0)
 
-    def copy_memory(self, src: Slot, dst: Slot) -> None:
-        """Let the memory of ``dst`` hold what that of ``src`` holds, whole at once."""
+    def _put_sampler(self, slot: Slot, spec: SamplerSpec, n_draws: int) -> None:
+        """Give a sequence a fresh sampler that has been told its tokens and has made so many draws."""
+        fresh = Sampler(self._core.engine.library, spec, self._core.n_vocab)
+        fresh.replay(slot.tokens, n_draws)
+        old, slot.sampler = slot.sampler, fresh
+        if old is not None:
+            old.close()
+
+    def copy(self, src: Slot, dst: Slot) -> None:
+        """Let an empty sequence be what another one is, whole at once."""
+        self._copy_memory(src, dst)
+        dst.tokens = src.tokens[:]
+        dst.n_past = src.n_past
+        dst.encoder_tokens = src.encoder_tokens
+        if dst.encoder_tokens.size:
+            self.encode_again()
+        dst.take_rows(src.logits.copy(), src.output_ids.copy())
+        self._effects.transfer.reseal()
+
+    def _copy_memory(self, src: Slot, dst: Slot) -> None:
         core = self._core
         context = core.engine.live
         if not core.has_memory or src.n_past == 0:
@@ -199,17 +226,26 @@ class Decoder:
         """Keep a sequence's first ``n_tokens``; a memory that cannot be cut is filled from the tokens again."""
         core = self._core
         tokens = slot.tokens[:n_tokens]
+        slot.take_rows(no_logits(), no_tokens())
         if core.has_memory and core.engine.live.seq_rm(slot.seq_id, n_tokens - 1, -1):
             slot.tokens, slot.n_past = tokens[:-1], n_tokens - 1
             self._effects.transfer.reseal()
-            self.decode_new(slot, next(iter(batches(slot.seq_id, tokens[-1:], n_tokens - 1, 1, last_output=True))))
+            last = next(iter(batches(slot.seq_id, tokens[-1:], n_tokens - 1, 1, last_output=True)))
+            self.decode_new(slot, last, tell_sampler=False)
+            self._forget_draws_behind(slot)
             return
         if core.has_memory:
             core.engine.live.seq_rm(slot.seq_id)
         slot.tokens, slot.n_past = tokens[:0], 0
         self._effects.transfer.reseal()
         for batch in batches(slot.seq_id, tokens, 0, core.placement.n_batch, last_output=True):
-            self.decode_new(slot, batch)
+            self.decode_new(slot, batch, tell_sampler=False)
+        self._forget_draws_behind(slot)
+
+    def _forget_draws_behind(self, slot: Slot) -> None:
+        """Let penalties look back at the tokens that are left; the random draws go on where they were."""
+        if slot.sampler is not None:
+            self._put_sampler(slot, slot.sampler.spec, slot.sampler.n_draws)
 
     def again(self, slot: Slot) -> None:
         """Decode a sequence's last token again in its place."""
@@ -223,9 +259,11 @@ class Decoder:
         """Drop ``n_discard`` tokens after the first ``n_keep`` and move the rest down, keys included."""
         if self._switcher.on_trial:
             self.again(slot)  # a shift cannot be saved before a decode has applied it, so the trial comes first
+        self.refuse_shift()  # the trial may have brought another placement back
         context = self._core.engine.live
         if not context.seq_rm(slot.seq_id, n_keep, n_keep + n_discard):
             raise Refused((Reason("cannot-shift", "this memory cannot drop tokens from its middle"),))
+        self._core.pending_shift = True
         context.seq_add(slot.seq_id, n_keep + n_discard, -1, -n_discard)
         del slot.tokens[n_keep : n_keep + n_discard]
         slot.n_past -= n_discard

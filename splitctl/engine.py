@@ -177,7 +177,8 @@ class Engine:
         finally:
             stop()
         if self.adapters:
-            self._live_adapters = [_loaded(self.model, one) for one in self.adapters]
+            for one in self.adapters:
+                self._live_adapters.append(_loaded(self.model, one))
             scales = (one.scale for one in self.adapters)
             self.context.set_adapters(list(zip(self._live_adapters, scales, strict=True)))
         return dataclasses.replace(

@@ -184,20 +184,24 @@ class ContextFull(SplitctlError):
 class Parked(SplitctlError):
     """The session serves no more: it is closed, or its carry lies on disk."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, why: str = "") -> None:
         """Build from the place.
 
         Args:
-            path: the carry's file; None where the session was closed.
+            path: the carry's file; None where the session was closed, or could not even be saved.
+            why: what went wrong; empty for a session that was closed.
         """
         self.path = path
-        super().__init__(path)
+        self.why = why
+        super().__init__(path, why)
 
     def __str__(self) -> str:
         """Say where the session is and how to bring it back."""
-        if self.path is None:
-            return "the session is closed; open a new one"
-        return f"the session is parked at {self.path}; open a session and restore it from there"
+        if self.path is not None:
+            return f"the session is parked at {self.path}; open a session and restore it from there"
+        if self.why:
+            return f"the session serves no more and could not be saved: {self.why}; open a new one"
+        return "the session is closed; open a new one"
 
 
 class StateUnsound(SplitctlError):

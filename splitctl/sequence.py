@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 RANDOM_SEED = 0xFFFFFFFF
 """The seed that asks for a random one (llama.cpp's LLAMA_DEFAULT_SEED)."""
 
+MAX_DRAWS = 1 << 24
+"""Most random draws of a sequence that travels: they are made again, one by one, in the process that it comes to."""
+
 _SEED_END = 1 << 32
 _I32_MAX = (1 << 31) - 1
 
@@ -148,6 +151,7 @@ class SequenceCarry:
         rows = (
             ("seq_id is negative", self.seq_id < 0),
             ("n_draws is negative", self.n_draws < 0),
+            (f"n_draws is {self.n_draws}, wanted {MAX_DRAWS} at most", self.n_draws > MAX_DRAWS),
             (
                 f"{n_tokens} tokens want {n_tokens} or {n_tokens - 1} positions, n_past is {self.n_past}",
                 self.n_past not in {n_tokens, n_tokens - 1},

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
+from time import perf_counter
 from typing import TYPE_CHECKING, Self
 
 from llama_native import Library
 from splitctl.core import CancelFlag, Core, batches
 from splitctl.decoder import Decoder
 from splitctl.engine import Engine, LoadedAdapter, check_adapters, resolve_threads
-from splitctl.errors import ConfigInvalid, Parked, Refused
+from splitctl.errors import Cancelled, ConfigInvalid, DeadlineExceeded, Refused
 from splitctl.facts import read_facts
-from splitctl.outcome import SwitchOutcome
+from splitctl.outcome import Reason, SwitchOutcome, SwitchStatus
 from splitctl.placement import Placement
 from splitctl.sequence import Token
 from splitctl.storage import Restored, Storage
@@ -48,11 +49,11 @@ class Session:
     Thread: any; one at a time works, a switch goes first. Lifetime: until :meth:`close`; also a context manager.
     """
 
-    def __init__(self, core: Core, checker: Checker) -> None:
+    def __init__(self, core: Core, checker: Checker, storage: Storage) -> None:
         """Use :meth:`open`."""
         self._core = core
         self._checker = checker
-        self._storage = Storage(core)
+        self._storage = storage
         self._effects = Effects(core, self._storage.park)
         self._switcher = Switcher(self._effects, core.placement)
         self._decoder = Decoder(core, self._switcher)
@@ -113,10 +114,11 @@ class Session:
             engine.place(wanted, progress)
             resolved = engine.build(wanted)
             core = Core(engine, facts, resolved, flag)
+            storage = Storage(core)
         except BaseException:
             engine.free()
             raise
-        return cls(core, checker)
+        return cls(core, checker, storage)
 
     @property
     def placement(self) -> Placement:
@@ -196,7 +198,7 @@ class Session:
             Cancelled: the cancel flag was set; the sequence keeps what was read.
         """
         slot = self._slot(seq_id)
-        self._check_tokens(tokens)
+        self._core.check_tokens(tokens)
         if self._core.is_encoder_decoder and not slot.encoder_tokens.size:
             with self._working("encoding a prompt"):
                 tokens = self._decoder.begin_decoder(slot, tokens)
@@ -229,7 +231,6 @@ class Session:
             ConfigInvalid: the sequence holds nothing to go on from.
             ContextFull: there is no room for a further token, and ``n`` asked for it.
         """
-        slot = self._slot(seq_id)
         if sampler is not None:
             self.set_sampler(sampler, seq_id)
         made = 0
@@ -237,7 +238,7 @@ class Session:
             token = self.advance((seq_id,))[seq_id]
             made += 1
             yield token
-            if token.is_end or (n < 0 and slot.n_past + 1 >= self._core.placement.n_ctx):
+            if token.is_end or (n < 0 and self._core.is_full(seq_id)):
                 return
 
     def advance(self, seq_ids: Sequence[int]) -> dict[int, Token]:
@@ -255,7 +256,13 @@ class Session:
         """
         with self._working("generating"):
             slots = [self._slot(seq_id) for seq_id in seq_ids]
-            self._decoder.decode_pending([slot for slot in slots if slot.n_past < len(slot.tokens)])
+            if len(set(seq_ids)) != len(seq_ids):
+                raise ConfigInvalid("seq_ids", list(seq_ids), "each sequence once")
+            pending = [slot for slot in slots if slot.n_past < len(slot.tokens)]
+            for slot in slots:
+                if slot not in pending and not slot.has_logits:
+                    raise ConfigInvalid("seq_id", slot.seq_id, "a sequence that holds a prompt (prefill first)")
+            self._decoder.decode_pending(pending)
             return {slot.seq_id: self._token(slot) for slot in slots}
 
     def set_sampler(self, spec: SamplerSpec, seq_id: int = 0) -> None:
@@ -273,14 +280,7 @@ class Session:
             src, dst = self._slot(source), self._slot(target)
             if src is dst or not dst.is_empty:
                 raise ConfigInvalid("target", target, "an empty sequence, other than the source")
-            self._decoder.copy_memory(src, dst)
-            dst.tokens = src.tokens[:]
-            dst.n_past = src.n_past
-            dst.encoder_tokens = src.encoder_tokens
-            if dst.encoder_tokens.size:
-                self._decoder.encode_again()
-            dst.take_rows(src.logits.copy(), src.output_ids.copy())
-            self._effects.transfer.reseal()
+            self._decoder.copy(src, dst)
 
     def remove_sequence(self, seq_id: int) -> None:
         """Forget a sequence."""
@@ -346,16 +346,24 @@ class Session:
             Parked: the session serves no more.
         """
         core = self._core
-        target = complete(target, core.placement)
         with core.turn.announce_switch(f"a switch to {target.mode.value}"):
-            if self.stage in {Stage.PARKED, Stage.CLOSED}:
-                raise Parked(self.parked_at)
+            started = perf_counter()
+            tell = progress or (lambda _stage, _share: None)
+            tell(Stage.QUIESCING, 0.0)
+            try:
+                core.turn.enter_switch(timeout_s, core.cancel.is_set)
+            except DeadlineExceeded as error:
+                return self._switcher.not_begun(target, SwitchStatus.REFUSED, Reason("busy", str(error)))
+            except Cancelled as error:
+                return self._switcher.not_begun(target, SwitchStatus.CANCELLED, Reason("cancelled", str(error)))
+            self._refuse_gone()
+            target = complete(target, core.placement)
             options = Options(
                 read_back=proof is Proof.BYTES,
                 prove=proof is not Proof.OFF,
-                timeout_s=timeout_s,
+                waited_ms=(perf_counter() - started) * 1e3,
                 check=lambda placement: self._checker.switching(core, placement, force=force, convert=convert),
-                progress=progress or (lambda _stage, _share: None),
+                progress=tell,
             )
             return self._switcher.run(Request(target, choose_via(target, core)), options)
 
@@ -414,15 +422,18 @@ class Session:
     @contextmanager
     def _working(self, what: str) -> Iterator[None]:
         with self._core.turn.take(what):
-            if self.stage in {Stage.PARKED, Stage.CLOSED}:
-                raise Parked(self.parked_at)
+            self._refuse_gone()
             yield
+
+    def _refuse_gone(self) -> None:
+        if self.stage in {Stage.PARKED, Stage.CLOSED}:
+            raise self._effects.gone(self._switcher.state)
 
     def _slot(self, seq_id: int) -> Slot:
         slot = self._core.slots.get(seq_id)
         if slot is None:
-            n_seq_max = len(self._core.slots)
-            raise ConfigInvalid("seq_id", seq_id, f"0 to {n_seq_max - 1} (n_seq_max is {n_seq_max})")
+            n = len(self._core.slots)
+            raise ConfigInvalid("seq_id", seq_id, f"0 to {n - 1} (n_seq_max is {n})")
         return slot
 
     def _token(self, slot: Slot) -> Token:
@@ -431,14 +442,6 @@ class Session:
         is_end = model.is_eog(token)
         piece = b"" if is_end or not model.has_tokenizer else model.piece(token)
         return Token(token, piece, len(slot.tokens) - 1, is_end)
-
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
-        if not len(tokens):
-            raise ConfigInvalid("tokens", "none", "at least one token (the prompt is empty)")
-        n_vocab = self._core.n_vocab
-        for token in tokens:
-            if not 0 <= token < n_vocab:
-                raise ConfigInvalid("tokens", token, f"0 to {n_vocab - 1}, the model's vocabulary")
 
 
 __all__ = ["Proof", "Session", "Token"]

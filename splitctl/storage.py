@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
+import stat
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ import xxhash
 
 from splitctl import carry as carries
 from splitctl.carry import Carry
-from splitctl.errors import CannotConvert, CarryDamaged, CarryMismatch, Refused, StateUnsound
+from splitctl.errors import CannotConvert, CarryDamaged, CarryMismatch, Refused, SplitctlError, StateUnsound
 from splitctl.fingerprint import Adapter, Difference, Fingerprint, Identity, Representation
 from splitctl.placement import FlashAttn
 from splitctl.sampler import Sampler
@@ -61,6 +61,9 @@ class Storage:
         """Work on a session's parts."""
         self._core = core
         self._adapter_hashes: dict[str, str] = {}
+        # Taken now: when a session has to be parked, an adapter or the library may be gone.
+        self._adapter_list = self._adapters()
+        self._build = core.engine.library.build
 
     def save(self, path: str | os.PathLike[str], effects: Effects) -> int:
         """Write the session to a file; returns its size in bytes.
@@ -82,7 +85,13 @@ class Storage:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         stem = re.sub(r"[^A-Za-z0-9._-]", "_", Path(self._core.engine.model_path).stem)[:60]
         target = folder / f"{stem}-{os.getpid()}-{time_ns()}.safetensors"
-        carries.write(target, carries.seal(self._carry(sealed)))
+        try:
+            carries.write(target, carries.seal(self._carry(sealed)))
+        except SplitctlError:
+            if sealed is None:
+                raise
+            # The tokens alone are small, and enough to make everything else again.
+            carries.write(target, carries.seal(self._carry(None)))
         return target
 
     def restore(self, path: str | os.PathLike[str], effects: Effects) -> Restored:
@@ -124,9 +133,8 @@ class Storage:
 
     def _restore_library_file(self, path: Path, effects: Effects) -> Restored:
         core = self._core
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            # The views of the codec die with this copy's last user, so the mapping can be closed.
-            state = memoryview(bytes(mapped))
+        # Read and not mapped: a file that shrinks under a mapping kills the process.
+        state = memoryview(path.read_bytes())
         try:
             found = look(state)
         except StateFormatError as error:
@@ -180,6 +188,8 @@ class Storage:
         unread: Callable[[], dict[int, Slot]] | None = None,
     ) -> Restored:
         """Give the session a state, rewritten where it must be; where it cannot be used, read the tokens again."""
+        if not len(state):
+            return self._read_again(unread or slots, effects, "the file holds no state")
         try:
             return Restored(conversions=effects.transfer.replace(state, slots(), refit=refit))
         except (CannotConvert, Refused, StateUnsound) as error:
@@ -191,7 +201,7 @@ class Storage:
 
     def _carry(self, sealed: Sealed | None) -> Carry:
         core = self._core
-        adapters = self._adapters()
+        adapters = self._adapter_list
         return Carry(
             state=sealed.view if sealed is not None else memoryview(b""),
             sequences=tuple(slot.carry() for slot in core.used()),
@@ -211,10 +221,10 @@ class Storage:
                 architecture=facts.architecture,
                 n_vocab=core.n_vocab,
                 rope=rope_settings(facts),
-                adapters=tuple((one.xxh3_128, one.scale) for one in self._adapters()),
+                adapters=tuple((one.xxh3_128, one.scale) for one in self._adapter_list),
             ),
             Representation(
-                build=core.engine.library.build,
+                build=self._build,
                 type_k=placement.type_k,
                 type_v=placement.type_v,
                 v_trans=placement.flash_attn is FlashAttn.OFF,
@@ -261,6 +271,8 @@ def _fill(slot: Slot, sequence: SequenceCarry) -> None:
 
 def _magic(path: Path) -> bytes:
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise CarryDamaged(path, "it is no regular file")
         with path.open("rb") as file:
             return file.read(4)
     except OSError as error:

@@ -9,10 +9,13 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from llama_native import ForkedProcess
-from splitctl.errors import Busy, DeadlineExceeded
+from splitctl.errors import Busy, Cancelled, DeadlineExceeded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+_POLL_S = 0.1
+"""How often a waiting switch looks at its cancel flag, seconds."""
 
 
 class Turn:
@@ -75,14 +78,16 @@ class Turn:
                     self._owner = None
                 self._changed.notify_all()
 
-    def enter_switch(self, timeout_s: float | None) -> None:
+    def enter_switch(self, timeout_s: float | None, is_cancelled: Callable[[], bool] = lambda: False) -> None:
         """Wait for the token boundary, then hold the turn until the announcement ends.
 
         Args:
             timeout_s: how long to wait, seconds; None waits as long as it takes.
+            is_cancelled: asked while waiting.
 
         Raises:
             DeadlineExceeded: the boundary did not come in time.
+            Cancelled: ``is_cancelled`` said so before it came.
         """
         end = None if timeout_s is None else monotonic() + timeout_s
         with self._changed:
@@ -90,7 +95,9 @@ class Turn:
                 left = None if end is None else end - monotonic()
                 if left is not None and left <= 0:
                     raise DeadlineExceeded(f"the token boundary ({self._what} holds the session)", timeout_s or 0.0)
-                self._changed.wait(left)
+                if is_cancelled():
+                    raise Cancelled("the switch")
+                self._changed.wait(_POLL_S if left is None else min(left, _POLL_S))
             self._enter(self._switch)
 
     @property

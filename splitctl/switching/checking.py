@@ -66,6 +66,7 @@ class Checker:
         session = SessionFacts(
             tokens=held,
             sealed_bytes=core.arena.n_bytes,
+            pending_shift=core.pending_shift,
             n_adapters=len(core.engine.adapters),
             n_encoder_tokens=sum(int(slot.encoder_tokens.size) for slot in used),
         )

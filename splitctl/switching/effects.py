@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llama_native import CallFailed, LoadCancelled, NativeError
-from splitctl.errors import Cancelled, CannotConvert, DeadlineExceeded, SplitctlError, StateUnsound
+from splitctl.errors import Cancelled, CannotConvert, Parked, SplitctlError, StateUnsound
 from splitctl.outcome import DevicePeak, Reason
-from splitctl.switching.machine import Command, Event, EventKind
+from splitctl.switching.machine import Command, Event, EventKind, Stage
 from splitctl.switching.peaks import device_peaks
 from splitctl.switching.sealing import Sealed
 from splitctl.switching.transfer import Transfer
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from splitctl.core import Core
     from splitctl.placement import Placement
-    from splitctl.switching.machine import MachineState, Stage
+    from splitctl.switching.machine import MachineState
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,14 @@ class Options:
     Args:
         read_back: prove by reading the restored state back; False proves positions only.
         prove: prove at all.
-        timeout_s: how long to wait for the token boundary, seconds; None: as long as it takes.
+        waited_ms: how long the switch has waited for the token boundary, ms.
         check: judges the target before anything is touched; returns the reasons to refuse it.
         progress: told the stage and the share done, 0.0 to 1.0.
     """
 
     read_back: bool = True
     prove: bool = True
-    timeout_s: float | None = None
+    waited_ms: float = 0.0
     check: Callable[[Placement], tuple[Reason, ...]] = lambda _: ()
     progress: Callable[[Stage, float], None] = lambda _stage, _share: None
 
@@ -106,18 +106,17 @@ class Effects:
             return _failed("cannot-convert", str(error))
         except StateUnsound as error:
             return _failed("state-unsound", str(error))
-        except DeadlineExceeded as error:
-            return Event(EventKind.TIMED_OUT, reasons=(Reason("busy", str(error)),))
         except (NativeError, SplitctlError, MemoryError, OSError, ValueError) as error:
             return _failed("failed", str(error) or type(error).__name__)
         finally:
             core.cancel.shielded = False
-        if event is not None and core.cancel.is_set() and command in _CANCELLABLE and event.kind is EventKind.DONE:
+        ended = event is not None and event.kind in {EventKind.DONE, EventKind.REFUSED}
+        if ended and core.cancel.is_set() and command in _CANCELLABLE:
             return Event(EventKind.CANCELLED)
         return event
 
     def _quiesce(self, _state: MachineState) -> Event:
-        self.core.turn.enter_switch(self.options.timeout_s)
+        # The session has waited for the token boundary and holds it: the machine moves in nobody's decode.
         return _DONE
 
     def _check(self, state: MachineState) -> Event:
@@ -175,7 +174,7 @@ class Effects:
 
     def _placed(self) -> Event:
         resolved = self._resolved or self.core.placement
-        self.core.placement = resolved
+        self.core.serve_in(resolved)
         self.peaks = device_peaks(self.core.engine.library, resolved)
         return Event(EventKind.DONE, placement=resolved)
 
@@ -185,7 +184,7 @@ class Effects:
     def _serve(self, state: MachineState) -> None:
         self.transfer.drop()
         if state.effective is not None:
-            self.core.placement = state.effective
+            self.core.serve_in(state.effective)
 
     def _release_failed(self, _state: MachineState) -> Event:
         self.core.engine.free()
@@ -207,7 +206,7 @@ class Effects:
         wrong = self._unproved()
         if wrong:
             return _failed("proof-failed", wrong)
-        self.core.placement = _original_of(state)
+        self.core.serve_in(_original_of(state))
         return _DONE
 
     def _recompute(self, state: MachineState) -> Event:
@@ -217,13 +216,18 @@ class Effects:
         core.engine.place(original, cancellable=False)
         core.engine.build(original)
         core.replay_tokens()
-        core.placement = original
+        core.serve_in(original)
         return _DONE
 
     def _park(self, _state: MachineState) -> Event:
         self.core.engine.free()
         self.parked_at = self._park_to(self.transfer.latest)
         return _DONE
+
+    def gone(self, state: MachineState) -> Parked:
+        """Give the error of a session that serves no more."""
+        why = "" if state.stage is Stage.CLOSED else "; ".join(reason.text for reason in state.reasons)
+        return Parked(self.parked_at, why)
 
     def _report(self, _state: MachineState) -> None:
         return None

@@ -20,6 +20,7 @@ class Sealed:
         n_tokens: tokens of all sequences.
         n_sequences: sequences that hold anything.
         version: newest session version that the bytes can be read as; 0 for a model without a memory.
+        is_foreign: it was sealed again during a trial, in the layout of the target and not of the old placement.
     """
 
     view: memoryview
@@ -28,6 +29,7 @@ class Sealed:
     n_tokens: int
     n_sequences: int
     version: int = 0
+    is_foreign: bool = False
 
 
 def contradictions(core: Core, view: memoryview, wanted: Mapping[int, int]) -> tuple[str, int]:

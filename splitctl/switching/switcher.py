@@ -10,14 +10,13 @@ import dataclasses
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from splitctl.outcome import StageTimes, SwitchOutcome, SwitchStatus
+from splitctl.outcome import Reason, StageTimes, SwitchOutcome, SwitchStatus
 from splitctl.switching import machine
 from splitctl.switching.machine import Command, Event, EventKind, Request, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from splitctl.outcome import Reason
     from splitctl.placement import Placement
     from splitctl.switching.effects import Effects, Options
 
@@ -49,6 +48,7 @@ class Switcher:
         self._ms: dict[str, float] = {}
         self._fallback_ms: float | None = None
         self._counts: tuple[int | None, int, int] = (None, 0, 0)
+        self._interrupted: BaseException | None = None
 
     @property
     def on_trial(self) -> bool:
@@ -66,11 +66,24 @@ class Switcher:
             The outcome; ``confirmed`` is False until the trial.
         """
         self.effects.options = options
-        self._ms, self._fallback_ms = {}, None
+        self._ms, self._fallback_ms, self._counts = {}, None, (None, 0, 0)
         started = self._clock()
-        self._drive(Event(EventKind.STARTED, request=request))
-        self.last = self._outcome((self._clock() - started) * 1e3)
+        try:
+            self._drive(Event(EventKind.STARTED, request=request))
+        finally:
+            self.last = self._outcome((self._clock() - started) * 1e3 + options.waited_ms)
         return self.last
+
+    def not_begun(self, target: Placement, status: SwitchStatus, reason: Reason) -> SwitchOutcome:
+        """Give the outcome of a switch that never got its turn; others may be using the machine, so it is not moved."""
+        return SwitchOutcome(
+            status=status,
+            requested_placement=target,
+            effective_placement=self.state.effective or self.effects.core.placement,
+            reason=reason.text,
+            reasons=(reason,),
+            stage=Stage.QUIESCING,
+        )
 
     def trial_succeeded(self) -> None:
         """Confirm the switch: its first decode has succeeded; the kept carry is dropped."""
@@ -96,8 +109,11 @@ class Switcher:
         """Free everything; only while nothing is under way."""
         if EventKind.CLOSED in machine.TABLE[self.state.stage]:
             self._drive(Event(EventKind.CLOSED))
+        self.effects.core.engine.free()
 
     def _drive(self, event: Event) -> None:
+        """Take events until the machine rests; what a callback or a signal raised meanwhile is raised then."""
+        self._interrupted = None
         pending: Event | None = event
         while pending is not None:
             self.state, commands = machine.step(self.state, pending)
@@ -106,14 +122,24 @@ class Switcher:
                 result = self._perform(command)
                 if command not in machine.HOUSEKEEPING:
                     pending = result
+        if self._interrupted is not None:
+            raise self._interrupted
 
     def _perform(self, command: Command) -> Event | None:
         stage = self.state.stage
-        if command not in machine.HOUSEKEEPING:
-            self.effects.options.progress(stage, 0.0)
         started = self._clock()
-        result = self.effects.perform(command, self.state)
+        if command in machine.HOUSEKEEPING:
+            result = self.effects.perform(command, self.state)
+        else:
+            try:
+                if stage is not Stage.QUIESCING:  # the session told that when it began to wait
+                    self.effects.options.progress(stage, 0.0)
+                result = self.effects.perform(command, self.state)
+            except BaseException as error:  # noqa: BLE001 - raised again by _drive, once the session is at rest
+                result = self._interruption(stage, error)
         spent = (self._clock() - started) * 1e3
+        if stage is Stage.QUIESCING:
+            spent += self.effects.options.waited_ms
         if stage in _TIMED and command not in machine.HOUSEKEEPING:
             self._ms[_TIMED[stage]] = spent
         elif command not in machine.HOUSEKEEPING and stage is not Stage.SWITCHING_NATIVELY:
@@ -122,6 +148,15 @@ class Switcher:
         if kept is not None:
             self._counts = (len(kept.view), kept.n_sequences, kept.n_tokens)
         return result
+
+    def _interruption(self, stage: Stage, error: BaseException) -> Event:
+        """Turn what was raised into the way back: a session is never left between two placements."""
+        self._interrupted = self._interrupted or error
+        self.effects.options = dataclasses.replace(self.effects.options, progress=lambda _stage, _share: None)
+        if isinstance(error, KeyboardInterrupt) and stage in _TIMED:
+            return Event(EventKind.CANCELLED)
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return Event(EventKind.FAILED, reasons=(Reason("interrupted", f"interrupted while {stage.value}: {text}"),))
 
     def _outcome(self, total_ms: float) -> SwitchOutcome:
         state = self.state

@@ -10,6 +10,7 @@ Laws:
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -65,7 +66,7 @@ class Transfer:
         saved, self._saved = self._saved, None
         self._fresh = self._sealed(*saved)
         self._converted, self.conversions, self._plan = None, (), None
-        if self.core.has_memory and self._fresh.n_tokens:
+        if self.core.has_memory and any(slot.n_past for slot in self.core.used()):
             self._plan = conversion.plan(self.core.placement, target)
         if self._plan is not None and not self._plan.is_quantized:
             self._convert(self._fresh.view, self._plan, None)
@@ -100,7 +101,12 @@ class Transfer:
             llama_native.CallFailed: the library refused it.
         """
         self._converted = None
-        self._give(self.original.view)
+        state = self.original.view
+        if self.original.is_foreign and any(slot.n_past for slot in self.core.used()):
+            # It was sealed again in the target's layout, so it is rewritten as the old one has it.
+            state, _ = conversion.fit(state, self._shown())
+            self._converted = state
+        self._give(state)
 
     def unproved(self, *, read_back: bool) -> str:
         """Say what of the restored state is not what was given; "" for nothing.
@@ -139,7 +145,7 @@ class Transfer:
 
     def drop(self) -> None:
         """Keep nothing."""
-        self.kept = None
+        self.kept = self._plan = None
         self.enter_trial()
 
     @property
@@ -160,14 +166,17 @@ class Transfer:
 
         Raises:
             StateUnsound: bytes, library and session disagree.
+            Refused: a shift is not applied yet, so the keys are not where the positions are.
             llama_native.CallFailed: the library wrote nothing.
         """
+        if self.core.pending_shift:
+            raise Refused((Reason("pending-shift", "a shift is not applied yet; decode one token first"),))
         return self._sealed(*self._take())
 
     def reseal(self) -> None:
         """Keep a trial's original in step with a change of the memory that no decode was part of."""
         if self.kept is not None:
-            self.kept = self.snapshot()
+            self.kept = dataclasses.replace(self.snapshot(), is_foreign=self._plan is not None)
 
     def replace(self, state: memoryview, slots: dict[int, Slot], *, refit: bool = False) -> tuple[str, ...]:
         """Put other sequences in place of those that the session holds.
@@ -186,14 +195,16 @@ class Transfer:
             Refused: the library would not take them; the session is as it was.
         """
         core = self.core
-        if core.has_memory and len(state) and not refit:
+        if not any(slot.n_past for slot in slots.values()):
+            state = memoryview(b"")
+        if core.has_memory and state and not refit:
             self._hold_against(state, slots)
         before, old = self.snapshot(), core.slots
         core.slots = slots
         changes: tuple[str, ...] = ()
         try:
             core.engine.live.clear()
-            if len(state):
+            if state:
                 if refit and core.has_memory:
                     state, changes = conversion.fit(state, self._shown())
                     self._hold_against(state, slots)
@@ -201,11 +212,13 @@ class Transfer:
             else:
                 core.replay_tokens()
             self._check_positions(slots)
-        except (NativeError, SplitctlError, statecodec.StateCodecError) as error:
+        except BaseException as error:
             core.slots = old
             # A restore that failed can leave a context half written: it is thrown away.
             core.engine.rebuild(core.placement)
             self._give(before.view)
+            if not isinstance(error, (NativeError, SplitctlError, statecodec.StateCodecError)):
+                raise
             raise _refusal(error) from error
         for slot in old.values():
             slot.clear()
