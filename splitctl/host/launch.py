@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Self
 
 import splitctl
-from splitctl.errors import DeadlineExceeded, WorkerLost
+from splitctl.errors import Cancelled, DeadlineExceeded, WorkerLost
 from splitctl.host import protocol
 from splitctl.host.protocol import Event, Failure, Progress, Request, Result
 from splitctl.last_words import how_it_ended
@@ -30,6 +30,9 @@ from splitctl.last_words import how_it_ended
 _CHUNK_BYTES = 65536
 _TAIL_LINES = 40
 _GRACE_S = 5.0
+
+#: How often a silent child's parent asks whether to go on [seconds].
+_POLL_S = 0.1
 
 
 class Worker:
@@ -107,16 +110,20 @@ class Worker:
         lines = [*self._tail, self._unfinished.decode("utf-8", "replace")]
         return tuple(line for line in lines if line.strip())
 
-    def events(self, *, deadline_s: float | None = None) -> Iterator[Event]:
+    def events(
+        self, *, deadline_s: float | None = None, is_cancelled: Callable[[], bool] | None = None
+    ) -> Iterator[Event]:
         """Follow the child until its last event.
 
         Args:
             deadline_s: longest silence that is borne, seconds; the child is killed after it. None waits for ever.
+            is_cancelled: asked before every event and all through a silence; the child is killed at the first yes.
 
         Yields:
             Every event in order; the last is a Result or a Failure.
 
         Raises:
+            Cancelled: `is_cancelled` said so.
             WorkerLost: the child ended without a last event.
             DeadlineExceeded: the child said nothing for too long.
             ProtocolBroken: the child said something that is no event.
@@ -127,7 +134,10 @@ class Worker:
             selector.register(self._output_fd(), selectors.EVENT_READ, "output")
             heard_at = time.monotonic()
             while True:
+                self._end_if(is_cancelled)
                 left_s = None if deadline_s is None else max(0.0, heard_at + deadline_s - time.monotonic())
+                if is_cancelled is not None:
+                    left_s = _POLL_S if left_s is None else min(left_s, _POLL_S)
                 ready = selector.select(left_s)
                 if not ready and deadline_s is not None and time.monotonic() >= heard_at + deadline_s:
                     self.kill()
@@ -144,6 +154,7 @@ class Worker:
                     heard_at = time.monotonic()
                     pending += chunk
                     for event in self._decode(pending):
+                        self._end_if(is_cancelled)
                         yield event
                         if isinstance(event, Result | Failure):
                             return
@@ -202,6 +213,12 @@ class Worker:
         except BrokenPipeError:
             # The child died first; its events end, and _lost() says why.
             return
+
+    def _end_if(self, is_cancelled: Callable[[], bool] | None) -> None:
+        """Kill the child once its work is no longer wanted: one that hangs would not hear a cancel."""
+        if is_cancelled is not None and is_cancelled():
+            self.kill()
+            raise Cancelled(f"the worker's work ({self._stage})")
 
     def _output_fd(self) -> int:
         """Return the descriptor of the child's printing."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from splitctl.errors import DeadlineExceeded, WorkerLost
+from splitctl.errors import Cancelled, DeadlineExceeded, WorkerLost
 from splitctl.facts import ModelFacts
 from splitctl.host.launch import Worker
 from splitctl.host.protocol import Failure, Fault, ProbeRequest, Result
@@ -28,7 +28,7 @@ class Prober:
         device_names: the devices behind a placement that names none.
         rpc: RPC servers, HOST:PORT each. One that serves this process answers no child: what may be needed is to be
             asked before a model is placed.
-        is_cancelled: asked while a child runs; a cancelled try gives INCONCLUSIVE.
+        is_cancelled: asked all the while a child runs, a silent one too; a cancelled try gives INCONCLUSIVE.
         deadline_s: longest silence of a child, seconds.
     """
 
@@ -68,9 +68,7 @@ class Prober:
         """Run the try in a child."""
         with Worker(ProbeRequest(model_path, self.library, placement, self.rpc), env=self.env) as worker:
             try:
-                for event in worker.events(deadline_s=self.deadline_s):
-                    if self.is_cancelled():
-                        return ProbeVerdict(Verdict.INCONCLUSIVE, "the try was cancelled")
+                for event in worker.events(deadline_s=self.deadline_s, is_cancelled=self.is_cancelled):
                     match event:
                         case Result():
                             return ProbeVerdict.from_json(event.body)
@@ -78,6 +76,8 @@ class Prober:
                             return ProbeVerdict(Verdict.INCONCLUSIVE, event.message)
                         case Failure():
                             return ProbeVerdict(Verdict.FAILS, event.message)
+            except Cancelled:
+                return ProbeVerdict(Verdict.INCONCLUSIVE, "the try was cancelled")
             except WorkerLost as error:
                 return verdict_of_death(error.how, worker.stage, error.log_tail)
             except DeadlineExceeded as error:

@@ -108,6 +108,17 @@ def test_a_cancelled_try_says_nothing_about_the_build(tiny: Path, tmp_path: Path
 
 @needs_compiler
 @pytest.mark.stub
+def test_a_cancel_does_not_wait_for_a_try_that_hangs(tiny: Path) -> None:
+    """A child that hangs is asked about all the while, and the first yes ends the try."""
+    answers = iter([False] * 20 + [True])
+    prober = Prober(build(), _env(STUB_FAULTS="load:hang"), is_cancelled=lambda: next(answers))
+    found = prober(tiny, _TENSOR, read_facts(tiny))
+    assert (found.verdict, found.why) == (Verdict.INCONCLUSIVE, "the try was cancelled")
+    assert list(answers) == []
+
+
+@needs_compiler
+@pytest.mark.stub
 def test_a_verdict_is_remembered_and_a_shortage_is_not(tiny: Path, tmp_path: Path) -> None:
     """The second question is answered from the file, without a child; what came of a shortage is tried again."""
     cache = VerdictCache(tmp_path / "cache" / "probes.json")

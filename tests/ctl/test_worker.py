@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from itertools import repeat
 from pathlib import Path
 
 import psutil
@@ -13,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitctl.errors import DeadlineExceeded, WorkerLost
+from splitctl.errors import Cancelled, DeadlineExceeded, WorkerLost
 from splitctl.host import (
     DevicesRequest,
     DoctorRequest,
@@ -309,6 +311,21 @@ def test_a_parked_run_fails_with_its_outcome(stub: Path, tiny: Path, tmp_path: P
     assert last.body["switch"]["parked_at"] in last.message
     assert last.body["timings"]["prompt"]["n"] > 0
     assert "generating" not in [one.stage for one in events if isinstance(one, Progress)]
+
+
+@needs_compiler
+@pytest.mark.stub
+def test_a_worker_that_hangs_ends_when_its_work_is_not_wanted(stub: Path, tiny: Path) -> None:
+    """A silent child is killed at the first yes to whether it is cancelled, and nobody waits for an event of it."""
+    answers: Iterator[bool] = repeat(False)
+    with Worker(_run(tiny, stub), env=_env(STUB_FAULTS="load:hang")) as worker:
+        events = worker.events(is_cancelled=lambda: next(answers))
+        assert next(events) == Progress("loading", 0.0)
+        answers = iter([False, False, True])
+        with pytest.raises(Cancelled, match="loading"):
+            next(events)
+        assert list(answers) == []
+    assert not psutil.pid_exists(worker.pid)
 
 
 @needs_compiler
