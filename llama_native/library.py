@@ -31,7 +31,7 @@ from llama_native.errors import (
     RpcServerUnusable,
     SecondLibrary,
 )
-from llama_native.logs import LEVEL_CONTINUES, LEVEL_DEBUG, LogTail
+from llama_native.logs import LEVEL_CONTINUES, LEVEL_DEBUG, LEVEL_INFO, LogTail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -286,15 +286,15 @@ def _observe(path: Path, exported: frozenset[str]) -> abi.Observed:
 def _attach_log(ffi: cffi.FFI, lib: Any, log: LogTail) -> None:
     global _log_callback  # noqa: PLW0603 - must outlive every thread of the library
 
-    is_debug = False
+    is_chatter = False
 
     def take(level: int, message: Any, _: object) -> None:
-        nonlocal is_debug
-        # A load says a debug line for every token and tensor: they would take 2 % of a small model's switch, and push
-        # out of the tail what an error is to show.
+        nonlocal is_chatter
+        # A load says a debug line for every token and tensor, and an info line for every key: taken in, they would cost
+        # 3 % of a small model's switch, and push out of the tail what an error is to show.
         if level != LEVEL_CONTINUES:
-            is_debug = level == LEVEL_DEBUG
-        if not is_debug:
+            is_chatter = level == LEVEL_DEBUG or (level == LEVEL_INFO and not log.is_heard)
+        if not is_chatter:
             log.feed(level, text(ffi, message))
 
     _log_callback = ffi.callback("void(int, const char *, void *)", take)

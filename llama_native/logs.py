@@ -11,12 +11,14 @@ if TYPE_CHECKING:
 
 LEVEL_DEBUG = 1
 """Source: ggml.h, GGML_LOG_LEVEL_DEBUG."""
+LEVEL_INFO = 2
+"""Source: ggml.h, GGML_LOG_LEVEL_INFO."""
 LEVEL_CONTINUES = 5
 """Source: ggml.h, GGML_LOG_LEVEL_CONT: the text continues the line before."""
 
 
 class LogTail:
-    """The last lines that the library logged; debug lines do not get here.
+    """The last lines that the library logged; debug lines do not get here, and info lines while somebody listens.
 
     Thread: safe; the library logs from threads of its own.
     """
@@ -67,6 +69,11 @@ class LogTail:
         tail = self.tail(n_new + bool(self._open.strip())) if n_new or self._open.strip() else ()
         return tail[-n_lines:]
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether anybody listens now."""
+        return bool(self._listeners)
+
     def listen(self, listener: Callable[[int, str], None]) -> Callable[[], None]:
         """Call ``listener(level, text)`` for every message from now on.
 
@@ -84,4 +91,4 @@ class LogTail:
         return stop
 
 
-__all__ = ["LEVEL_CONTINUES", "LEVEL_DEBUG", "LogTail"]
+__all__ = ["LEVEL_CONTINUES", "LEVEL_DEBUG", "LEVEL_INFO", "LogTail"]
