@@ -342,6 +342,22 @@ def test_what_needs_a_conversion_is_named(change: dict[str, object], word: str) 
     assert word in found[0].text
 
 
+@pytest.mark.parametrize(
+    ("facts", "change", "word"),
+    [
+        (model_facts(architecture="deepseek4"), {"type_k": "f32"}, "carried whole"),
+        (model_facts(), {"type_k": "iq4_nl"}, "read and not written"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused_before_anything_is_freed(
+    facts: ModelFacts, change: dict[str, object], word: str
+) -> None:
+    """A state of its own format, and a type that is only read, are no conversion that --no-convert could be about."""
+    found = findings(facts, dataclasses.replace(LAYER, **change))  # type: ignore[arg-type]
+    assert "cannot-convert" in [one.code for one in found if one.blocking]
+    assert any(word in one.text for one in found)
+
+
 def test_the_same_layout_needs_none() -> None:
     """Unified sequences are one stream however many, and a recurrent or opening session has nothing to convert."""
     assert blocking(model_facts(), dataclasses.replace(LAYER, n_seq_max=4, kv_unified=True)) == []
