@@ -167,7 +167,9 @@ class Engine:
             msg = "a context is built on a placed model"
             raise AssertionError(msg)
         said: list[str] = []
-        stop = self.library.log.listen(lambda _level, text: said.append(text))
+        is_open = placement.flash_attn is placing.FlashAttn.AUTO
+        # Only a choice that is left to the library has to be heard; listening costs a call for every line of its log.
+        stop = self.library.log.listen(lambda _level, text: said.append(text)) if is_open else lambda: None
         try:
             self.context = Context(
                 self.model,
