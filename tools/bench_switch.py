@@ -3,17 +3,18 @@
 
     tools/bench_switch.py [--json] [--pairs N] [--models NAME|FILE ...] [--tokens N] [-k ROUTE] [--lib PATH]
 
-Three contexts live in one process and walk the same placements: one by the bare calls (through cffi directly, with the
-library's log thrown away in C and a buffer that is allocated and touched once), one by ``Session.switch`` with its
-proof on positions, one with ``--proof bytes``. A round times each of them once, in an order that changes from round to
-round; every ratio is of two times of the same round. Between rounds each decodes one token, which ends a trial.
+One session is moved in three ways in turn: by the bare calls (through cffi directly on the session's own model and
+context, with the library's log thrown away in C and a buffer that is allocated and touched once), by ``Session.switch``
+with its proof on positions, and with ``--proof bytes``. All move the very same objects in the same memory, so no way
+has a luckier heap. A round goes there and back once in each way, in an order that changes from round to round; every
+ratio is of two times of the same round. After each move the session decodes one token, which ends a trial.
 
 overhead_ratio    median of (our switch, proof on positions) / (bare calls); the worst of all models and routes
 bytes_ratio       median of (proof on bytes) / (proof on positions): what reading the state back costs more
 interval          95 % of the medians of 2,000 resamples of the rounds
 cpu_ratio         overhead_ratio in processor time, which other programs on the machine disturb less
 
-Buffers of some MiB come from fresh pages in every arm: left to itself, malloc hands recycled ones to whoever had luck.
+Buffers of some MiB come from fresh pages: left to itself, malloc hands recycled ones to whoever had luck.
 
 Routes: layer-layer moves the tensor_split between 1,1 and 3,1; layer-tensor changes the mode.
 Exit code 0: every switch was done; 1: one was not; the ratios are printed, not judged.
@@ -50,6 +51,10 @@ N_RESAMPLES = 2000
 QUANTILES = (0.025, 0.975)
 #: Rounds before the first that counts: first faults of buffers, thread pools, imports.
 WARM_UP = 2
+#: Moves of a round: there and back in three ways, each followed by one token.
+_MOVES = 6
+#: Bytes of the bare calls' buffer beyond the state as it is at first: tokens are added.
+_ROOM = 64 << 20
 #: Source: glibc, malloc.h.
 _M_MMAP_THRESHOLD = -3
 _GREEDY = SamplerSpec(temp=0.0)
@@ -59,12 +64,14 @@ _STAGES = ("quiescing", "checking", "saving", "sealing", "freeing", "placing", "
 
 
 class Bare:
-    """A context moved by the library's calls alone."""
+    """The switch of a session by the library's calls alone, behind the session's back."""
 
-    def __init__(self, library: Library, path: Path, placement: Placement) -> None:
-        """Load and build in a placement."""
+    def __init__(self, library: Library, session: Session) -> None:
+        """Move the model and the context of ``session``; there and back, so that its books stay true."""
         self._library = library
-        self._path = os.fsencode(path)
+        self._engine = session._core.engine  # noqa: SLF001 - moved without its knowledge, which is the point
+        self._path = os.fsencode(self._engine.model_path)
+        self.stages: dict[str, list[float]] = {}
         with library.calling() as (ffi, lib):
             silent = cffi.FFI()
             silent.cdef("int abs(int);")
@@ -72,69 +79,52 @@ class Bare:
             self._silent = ffi.cast(
                 "ggml_log_callback", int(silent.cast("uintptr_t", silent.addressof(self._libc, "abs")))
             )
-            self._load(ffi, lib, placement)
-        self._buffer: Any = None
-        self.stages: dict[str, list[float]] = {}
-
-    def _load(self, ffi: Any, lib: Any, placement: Placement) -> tuple[float, float]:
-        """Load and build; returns when each was done [seconds of the clock]."""
-        c_params, self._keep = fill_model_params(self._library, ffi, lib, model_params(placement))
-        self._model = lib.llama_model_load_from_file(self._path, c_params)
-        if not self._model:
-            raise SystemExit(f"the library cannot place {os.fsdecode(self._path)} by itself")
-        loaded = perf_counter()
-        c_context = lib.llama_context_default_params()
-        fill_context_params(c_context, context_params(placement, embeddings=False), self._library.context_fields)
-        self._context = lib.llama_init_from_model(self._model, c_context)
-        if not self._context:
-            raise SystemExit("the library cannot build a context by itself")
-        return loaded, perf_counter()
-
-    def decode(self, tokens: Sequence[int]) -> None:
-        """Decode tokens after those that are held."""
-        with self._library.calling() as (ffi, lib):
-            c_tokens = ffi.new("int32_t[]", list(tokens))
-            batch = ffi.new("struct llama_batch *")
-            batch.n_tokens, batch.token = len(tokens), c_tokens
-            if lib.llama_decode(self._context, batch[0]) != 0:
-                raise SystemExit("the library cannot decode by itself")
-            lib.llama_synchronize(self._context)
-
-    def prepare(self) -> None:
-        """Allocate and touch the buffer, with room for the tokens to come."""
-        with self._library.calling() as (ffi, lib):
-            n_bytes = int(lib.llama_state_get_size(self._context)) + (64 << 20)
-            self._buffer = np.zeros(n_bytes, np.uint8)
-            self._buffer[:] = 1
+            n_bytes = int(lib.llama_state_get_size(self._engine.live.pointer)) + _ROOM
+            self._buffer = np.ones(n_bytes, np.uint8)
             self._view = ffi.from_buffer("uint8_t[]", self._buffer)
 
     def switch(self, placement: Placement) -> Times:
         """Move; the log is given back to the session afterwards."""
+        engine = self._engine
+        model, context = engine.model, engine.live
+        if model is None:
+            msg = "a session that serves has a model"
+            raise AssertionError(msg)
         with self._library.calling() as (ffi, lib):
+            c_model, c_context = model.pointer, context.pointer
             lib.llama_log_set(self._silent, ffi.NULL)
             laps, cpu = [perf_counter()], process_time()
-            n_bytes = lib.llama_state_get_size(self._context)
-            n = lib.llama_state_get_data(self._context, self._view, n_bytes)
+            n_bytes = lib.llama_state_get_size(c_context)
+            n = lib.llama_state_get_data(c_context, self._view, n_bytes)
             laps.append(perf_counter())
-            lib.llama_free(self._context)
-            lib.llama_model_free(self._model)
+            lib.llama_free(c_context)
+            lib.llama_model_free(c_model)
             laps.append(perf_counter())
-            laps += self._load(ffi, lib, placement)
-            n_set = lib.llama_state_set_data(self._context, self._view, n)
+            c_params, keep = fill_model_params(self._library, ffi, lib, model_params(placement))
+            c_model = lib.llama_model_load_from_file(self._path, c_params)
+            if not c_model:
+                raise SystemExit(f"the library cannot place {os.fsdecode(self._path)} by itself")
+            laps.append(perf_counter())
+            c_context_params = lib.llama_context_default_params()
+            fill_context_params(
+                c_context_params, context_params(placement, embeddings=False), self._library.context_fields
+            )
+            c_context = lib.llama_init_from_model(c_model, c_context_params)
+            if not c_context:
+                raise SystemExit("the library cannot build a context by itself")
+            laps.append(perf_counter())
+            n_set = lib.llama_state_set_data(c_context, self._view, n)
             laps.append(perf_counter())
             times = Times(laps[-1] - laps[0], process_time() - cpu)
             lib.llama_log_set(opened._log_callback, ffi.NULL)  # noqa: SLF001 - put back what the library module holds
+            model._pointer, model._keep = c_model, keep  # noqa: SLF001
+            model._vocab = lib.llama_model_get_vocab(c_model)  # noqa: SLF001
+            context._pointer = c_context  # noqa: SLF001
         if not n == n_set == n_bytes:
             raise SystemExit(f"the bare calls announced {n_bytes} bytes, wrote {n}, read {n_set}")
         for stage, start, end in zip(_BARE_STAGES, laps, laps[1:], strict=False):
             self.stages.setdefault(stage, []).append((end - start) * 1e3)
         return times
-
-    def close(self) -> None:
-        """Free everything."""
-        with self._library.calling() as (_, lib):
-            lib.llama_free(self._context)
-            lib.llama_model_free(self._model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +227,7 @@ def _run(library: Library, name: str, path: Path, route: str, options: argparse.
         mode=SplitMode.LAYER,
         devices=("CPU", "CPU"),
         tensor_split=(1.0, 1.0),
-        n_ctx=-(-(options.tokens + options.pairs + WARM_UP + 8) // 256) * 256,
+        n_ctx=-(-(options.tokens + _MOVES * (options.pairs + WARM_UP) + 8) // 256) * 256,
         n_batch=512,
         flash_attn=FlashAttn.ON,
         n_threads=1,
@@ -246,39 +236,27 @@ def _run(library: Library, name: str, path: Path, route: str, options: argparse.
     there = here.changed(tensor_split=(3.0, 1.0)) if route == "layer-layer" else here.changed(mode=SplitMode.TENSOR)
     tokens = [int(t) for t in np.random.default_rng(0).integers(5, 900, options.tokens)]
     samples = Samples()
-    with (
-        Session.open(path, here, library=library) as on_positions,
-        Session.open(path, here, library=library) as on_bytes,
-    ):
-        bare = Bare(library, path, on_positions.placement)
-        for start in range(0, len(tokens), here.n_batch):
-            bare.decode(tokens[start : start + here.n_batch])
-        bare.prepare()
-        for session in (on_positions, on_bytes):
-            session.prefill(tokens)
+    with Session.open(path, here, library=library) as session:
+        session.prefill(tokens)
+        bare = Bare(library, session)
+        here = session.placement
+        there = there.changed(n_ctx=here.n_ctx)
         arms: dict[str, Callable[[Placement], Times]] = {
             "bare": bare.switch,
-            "positions": lambda target: _switch(on_positions, target, Proof.POSITIONS, samples),
-            "bytes": lambda target: _switch(on_bytes, target, Proof.BYTES, None),
+            "positions": lambda target: _switch(session, target, Proof.POSITIONS, samples),
+            "bytes": lambda target: _switch(session, target, Proof.BYTES, None),
         }
         orders = list(itertools.permutations(arms))
         for number in range(-WARM_UP, options.pairs):
-            # Both halves of a route meet every order: the order changes every second round.
-            target = here if number % 2 else there
             if number == 0:
                 samples.stages.clear()
                 bare.stages.clear()
-            for arm in orders[number // 2 % len(orders)]:
-                times = arms[arm](target)
+            for arm in orders[number % len(orders)]:
+                times = _there_and_back(session, arms[arm], (there, here))
                 if number >= 0:
                     getattr(samples, arm).append(times)
-            bare.decode(tokens[:1])
-            for session in (on_positions, on_bytes):
-                for _token in session.generate(n=1, sampler=_GREEDY):
-                    pass
-        last = on_positions.last_switch
+        last = session.last_switch
         samples.bare_stages = bare.stages
-        bare.close()
     return {
         "model": name,
         "route": route,
@@ -287,6 +265,16 @@ def _run(library: Library, name: str, path: Path, route: str, options: argparse.
         "weight_bytes": last.weight_bytes if last else None,
         **_ratios(samples),
     }
+
+
+def _there_and_back(session: Session, move: Callable[[Placement], Times], route: Sequence[Placement]) -> Times:
+    """Return the mean of the moves of a round."""
+    times = []
+    for placement in route:
+        times.append(move(placement))
+        for _token in session.generate(n=1, sampler=_GREEDY):
+            pass
+    return Times(statistics.mean(t.wall_s for t in times), statistics.mean(t.cpu_s for t in times))
 
 
 def _switch(session: Session, target: Placement, proof: Proof, samples: Samples | None) -> Times:
