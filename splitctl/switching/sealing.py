@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+
+import xxhash
 
 import statecodec
 from splitctl.core import Core
@@ -30,6 +33,28 @@ class Sealed:
     n_sequences: int
     version: int = 0
     is_foreign: bool = False
+
+
+class Digest:
+    """The xxh3-128 of a buffer, taken beside other work: the hash lets other threads run.
+
+    Lifetime: the buffer must not change, nor go away, before :meth:`result`.
+    """
+
+    def __init__(self, view: memoryview) -> None:
+        """Start."""
+        self._view = view
+        self._digest = b""
+        self._thread = threading.Thread(target=self._take, name="seal", daemon=True)
+        self._thread.start()
+
+    def _take(self) -> None:
+        self._digest = xxhash.xxh3_128_digest(self._view)
+
+    def result(self) -> bytes:
+        """Wait for the end and return the digest, bytes[16]."""
+        self._thread.join()
+        return self._digest or xxhash.xxh3_128_digest(self._view)
 
 
 def contradictions(core: Core, view: memoryview, wanted: Mapping[int, int]) -> tuple[str, int]:
@@ -96,4 +121,4 @@ def _missing_cells(image: statecodec.StateImage, wanted: Mapping[int, int]) -> s
     return "" if cells == whole else f"the saved bytes hold (cells, first position) {cells}, the session counts {whole}"
 
 
-__all__ = ["Sealed", "contradictions"]
+__all__ = ["Digest", "Sealed", "contradictions"]

@@ -20,7 +20,7 @@ from llama_native import CallFailed, NativeError, state_get, state_set, state_si
 from splitctl.errors import CannotConvert, CarryDamaged, Refused, SplitctlError, StateUnsound
 from splitctl.outcome import Reason
 from splitctl.switching import conversion
-from splitctl.switching.sealing import Sealed, contradictions
+from splitctl.switching.sealing import Digest, Sealed, contradictions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -261,29 +261,37 @@ class Transfer:
         return view, positions
 
     def _sealed(self, view: memoryview, positions: Mapping[int, tuple[int, int]]) -> Sealed:
-        """Parse the bytes, hold them against the session's books and checksum them."""
+        """Parse the bytes, hold them against the session's books and checksum them meanwhile."""
         core = self.core
-        version = 0
         used = core.used()
-        if core.has_memory:
-            held = {seq_id: last for seq_id, (_first, last) in positions.items() if last >= 0}
-            wanted = {slot.seq_id: slot.n_past - 1 for slot in used if slot.n_past}
-            if held != wanted:
-                raise StateUnsound(f"the library holds last positions {held}, the session counts {wanted}")
-            try:
-                wrong, version = contradictions(core, view, wanted)
-            except statecodec.StateFormatError as error:
-                raise StateUnsound(f"the saved state does not parse: {error}") from error
-            if wrong:
-                raise StateUnsound(wrong)
+        digest = Digest(view)
+        try:
+            version = self._agreed(view, positions) if core.has_memory else 0
+        finally:
+            checksum = digest.result()
         return Sealed(
             view=view,
-            digest=xxhash.xxh3_128_digest(view),
+            digest=checksum,
             positions=positions,
             n_tokens=sum(len(slot.tokens) for slot in used),
             n_sequences=len(used),
             version=version,
         )
+
+    def _agreed(self, view: memoryview, positions: Mapping[int, tuple[int, int]]) -> int:
+        """Refuse a state on which bytes, library and session disagree; returns the version that it is."""
+        core = self.core
+        held = {seq_id: last for seq_id, (_first, last) in positions.items() if last >= 0}
+        wanted = {slot.seq_id: slot.n_past - 1 for slot in core.used() if slot.n_past}
+        if held != wanted:
+            raise StateUnsound(f"the library holds last positions {held}, the session counts {wanted}")
+        try:
+            wrong, version = contradictions(core, view, wanted)
+        except statecodec.StateFormatError as error:
+            raise StateUnsound(f"the saved state does not parse: {error}") from error
+        if wrong:
+            raise StateUnsound(wrong)
+        return version
 
     def _shown(self) -> memoryview:
         """Let the target write a state of its own: one token into its empty memory, which is cleared again."""
