@@ -22,7 +22,6 @@ import argparse
 import collections
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +33,7 @@ from typing import Any
 
 import make_dummies
 from sweep_cells import all_cells
+from sweep_children import run_child
 
 from llama_native import Library, NativeError
 
@@ -131,36 +131,23 @@ class ModelSweep:
         """
         waiting = list(wanted)
         while waiting:
-            job = {"path": str(self.path), "verdicts": str(self.verdicts), "cells": waiting}
-            told, at, how = self._child(job)
-            for one in told:
+            job = {**self._model(), "verdicts": str(self.verdicts), "cells": waiting}
+            child = run_child(CELLS, job, MODEL_TIMEOUT_S)
+            for one in child.told:
                 waiting.remove(one["cell"])
                 yield self._judged(one)
             if not waiting:
                 return
-            died = at["cell"] if at.get("cell") in waiting else waiting[0]
+            died = child.at["cell"] if child.at.get("cell") in waiting else waiting[0]
             waiting.remove(died)
-            stage = at.get("stage", "starting")
+            stage = child.at.get("stage", "starting")
             early = stage in {"opening", "filling"}
-            yield self._judged(
-                {"cell": died, "status": "not-opened" if early else "failed", "why": f"{how} while {stage}"}
-            )
+            why = f"{child.end or 'it ended early'} while {stage}"
+            yield self._judged({"cell": died, "status": "not-opened" if early else "failed", "why": why})
 
-    def _child(self, job: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
-        """Run a child to its end: what it told, where it was last, and how it ended."""
-        out, err, how = self._run(job, MODEL_TIMEOUT_S)
-        told: list[dict[str, Any]] = []
-        at: dict[str, Any] = {}
-        for line in out.splitlines():
-            if not line.startswith("{"):
-                continue
-            words = json.loads(line)
-            if "status" in words:
-                told.append(words)
-                at = {}
-            else:
-                at = words
-        return told, at, f"{how}: {last_words(err)}"
+    def _model(self) -> dict[str, str]:
+        """What every child is told."""
+        return {"library": str(self.library), "path": str(self.path)}
 
     def _judged(self, told: dict[str, Any]) -> dict[str, Any]:
         """Let a control process say whether a session that did not open is the library's own doing."""
@@ -178,32 +165,9 @@ class ModelSweep:
         """Run the library alone; returns how it ended, or nothing when it went well."""
         key = (place, layout)
         if key not in self._controls:
-            out, err, how = self._run({"path": str(self.path), "place": place, "layout": layout}, CONTROL_TIMEOUT_S)
-            del out
-            self._controls[key] = f"{how}: {last_words(err)}" if how else ""
+            job = {**self._model(), "place": place, "layout": layout}
+            self._controls[key] = run_child(CELLS, job, CONTROL_TIMEOUT_S).end
         return self._controls[key]
-
-    def _run(self, job: dict[str, Any], timeout_s: float) -> tuple[str, str, str]:
-        """Run `sweep_cells.py`: its stdout, its stderr, and how it ended (empty for well)."""
-        command = [sys.executable, str(CELLS), json.dumps({"library": str(self.library), **job})]
-        env = dict(os.environ, GGML_NO_BACKTRACE="1")
-        try:
-            done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=timeout_s)
-        except subprocess.TimeoutExpired as late:
-            # What a child said before it hung is bytes, whatever was asked for.
-            out = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else ""
-            return out, "", f"no end within {timeout_s:g} s"
-        if done.returncode == 0:
-            return done.stdout, done.stderr, ""
-        how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
-        return done.stdout, done.stderr, how
-
-
-def last_words(text: str) -> str:
-    """Pick the telling line of a child's stderr."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    telling = [line for line in lines if "GGML_ASSERT" in line or "GGML_ABORT" in line or "Error" in line]
-    return (telling or lines or ["it said nothing"])[-1][:300]
 
 
 def chosen_library(named: Path | None) -> Library:

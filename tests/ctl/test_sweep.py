@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from make_dummies import default_folder, make_many, recipes
 from sweep_cells import LAYOUTS, PAIRS, Mismatch, all_cells, distance, need_sound, placement_of, prompt
-from sweep_switch import DEFAULT, ModelSweep, Tally, last_words, main
+from sweep_children import last_words
+from sweep_switch import DEFAULT, ModelSweep, Tally, main
 
 from splitctl.placement import SplitMode
 
