@@ -19,12 +19,10 @@ import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from splitctl.errors import ConfigInvalid, SplitctlError
 from splitctl.placement import Placement
-
-T = TypeVar("T")
 
 #: Entries of a list in a message: token lists are the longest that there are.
 MAX_ITEMS = 1 << 24
@@ -156,14 +154,14 @@ def _plain(value: Any) -> Any:
 
 
 @functools.cache
-def _hints(kind: type) -> dict[str, Any]:
+def _hints(kind: Any) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
-def _build(kind: type[T], body: Mapping[str, Any], where: str) -> T:
+def _build(kind: Any, body: Mapping[str, Any], where: str) -> Any:
     """Build a dataclass from an object, field by field."""
     hints = _hints(kind)
-    fields = {field.name: field for field in dataclasses.fields(cast("Any", kind))}
+    fields = {field.name: field for field in dataclasses.fields(kind)}
     unknown = sorted(set(body) - set(fields))
     if unknown:
         raise MessageInvalid(f"{where}{shown(unknown[0])[1:-1]}", "not a field", f"one of {', '.join(fields)}")
