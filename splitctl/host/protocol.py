@@ -143,7 +143,24 @@ class ProbeRequest:
     rpc: tuple[str, ...] = ()
 
 
-Request = DevicesRequest | DoctorRequest | RunRequest | ProbeRequest
+@dataclass(frozen=True, slots=True)
+class HostRequest:
+    """Serve a hosted session: every line after this one is an order (`orders.ORDERS`) or a control line.
+
+    Attributes:
+        model: the GGUF file.
+        library: the library file, or None to look for one.
+        rpc: RPC servers whose devices are added, HOST:PORT each.
+        arena_fds: descriptors of the shared memory that carries are sealed in, one an arena.
+    """
+
+    model: Path
+    library: Path | None
+    rpc: tuple[str, ...]
+    arena_fds: tuple[int, ...]
+
+
+Request = DevicesRequest | DoctorRequest | RunRequest | ProbeRequest | HostRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +187,17 @@ class Piece:
     """
 
     data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a hosted session's worker tells, one of `orders.REPORTS`.
+
+    Attributes:
+        body: JSON object, as `wire.to_object` makes it.
+    """
+
+    body: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,18 +239,20 @@ class Failure:
     body: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-Event = Progress | Piece | Partial | Result | Failure
+Event = Progress | Piece | Partial | Report | Result | Failure
 
 _REQUESTS: Mapping[str, type[Request]] = {
     "devices": DevicesRequest,
     "doctor": DoctorRequest,
     "run": RunRequest,
     "probe": ProbeRequest,
+    "host": HostRequest,
 }
 _EVENTS: Mapping[str, type[Event]] = {
     "progress": Progress,
     "piece": Piece,
     "partial": Partial,
+    "report": Report,
     "result": Result,
     "failure": Failure,
 }
@@ -332,7 +362,7 @@ def _request_field(name: str, value: Any) -> Any:
         return Placement.from_json(value)
     if name == "prompt_mode":
         return None if value is None else SplitMode(value)
-    if name == "rpc":
+    if name in {"rpc", "arena_fds"}:
         return tuple(value)
     if name == "sampler":
         return SamplerSpec(**{**value, "stop": tuple(value.get("stop", ()))})
