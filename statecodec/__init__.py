@@ -3,6 +3,7 @@
 Main path: `parse(buffer)` finds the one sound meaning of the bytes (`layouts` says how they were written through the
 years, `envelope`, `sections` and `cells` read, `cursor` alone slices) -> `StateImage`, frozen views on the buffer ->
 `validate(image, facts)` -> `transcode.*(image, ...)`, images that fit another context -> `emit(image)`, bytes again.
+Where no meaning is left, `salvage(buffer)` keeps what is whole.
 
 No files, no library, no clock: whoever has a file maps it and hands the mapping in.
 """
@@ -43,6 +44,7 @@ from statecodec.layouts import Form, Layout, SectionKind
 from statecodec.limits import DEFAULT_LIMITS, Limits
 from statecodec.parse import parse
 from statecodec.quants import rotated, to_floats
+from statecodec.salvage import Salvage, salvage
 from statecodec.tensor_types import TensorType
 from statecodec.validate import validate
 from statecodec.views import Cells, Columns, Rotation, Rows, Span
@@ -73,6 +75,7 @@ __all__ = [
     "RecurrentSection",
     "Rotation",
     "Rows",
+    "Salvage",
     "Section",
     "SectionKind",
     "Span",
@@ -89,6 +92,7 @@ __all__ = [
     "findings",
     "parse",
     "rotated",
+    "salvage",
     "to_floats",
     "transcode",
     "validate",

@@ -111,6 +111,34 @@ def _file_header(cursor: Cursor, words: set[int], limits: Limits) -> tuple[int, 
     return version, Tokens(array, array, (), None)
 
 
+def listed_tokens(cursor: Cursor, limits: Limits) -> Tokens | None:
+    """The token list that a file begins with, as far as it is there, whatever follows it.
+
+    Args:
+        cursor: at the start of the bytes; not moved.
+        limits: upper bounds.
+
+    Returns:
+        The list, or the first tokens of a plain one that is cut; None where no token can be told.
+    """
+    head = cursor.fork()
+    words = {
+        SESSION_FILE_MAGIC: {layout.session_version for layout in LAYOUTS},
+        SEQUENCE_FILE_MAGIC: {layout.sequence_version for layout in LAYOUTS},
+    }
+    try:
+        known = words.get(head.u32("magic"), set())
+        if head.u32("version word") not in known:
+            return None
+        count = head.count("token count", limits.n_tokens)
+        array = head.peek_records(_I32, count)
+        if len(array) and array[0] == -1:
+            return _packed(head, head.offset + count * _I32.itemsize, limits)
+    except StateFormatError:
+        return None
+    return Tokens(array, array, (), None) if len(array) else None
+
+
 def _packed(cursor: Cursor, end: int, limits: Limits) -> Tokens:
     """The server's packed record: null token, version, tokens, media places, media records, zeros up to a whole word.
 

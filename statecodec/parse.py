@@ -56,7 +56,7 @@ def parse(buffer: Buffer, *, facts: ModelFacts | None = None, limits: Limits = D
     failures = Failures()
     images: dict[_Meaning, StateImage] = {}
     for envelope in envelopes(Cursor(view(buffer)), limits, failures):
-        own = tuple(layout for layout in LAYOUTS if _has_word(layout, envelope))
+        own = tuple(layout for layout in LAYOUTS if has_word(layout, envelope))
         found = _images(envelope, own, known, limits, failures)
         if not found and len(own) < len(LAYOUTS):
             others = _images(envelope, tuple(other for other in LAYOUTS if other not in own), known, limits, Failures())
@@ -65,7 +65,7 @@ def parse(buffer: Buffer, *, facts: ModelFacts | None = None, limits: Limits = D
     return _only(list(images.values()), failures)
 
 
-def _has_word(layout: Layout, envelope: Envelope) -> bool:
+def has_word(layout: Layout, envelope: Envelope) -> bool:
     """Whether a layout goes with the version word; without a word, every one does."""
     word = layout.sequence_version if envelope.form is Form.SEQUENCE_FILE else layout.session_version
     return envelope.version_word in {None, word}

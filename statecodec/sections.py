@@ -60,6 +60,8 @@ class Trial:
         failures: where failures are noted; shared by all attempts.
         family: how likely this attempt is from the outset; see `Failures.note`.
         has_v: whether each attention section holds V, as far as that is known.
+        clips: whether rows may end with the bytes, and streams may be missing then; see `salvage`.
+        lost: the streams that were missing in the last section that was read so.
         n_steps: alternatives tried so far.
     """
 
@@ -69,6 +71,8 @@ class Trial:
     failures: Failures
     family: int = 0
     has_v: tuple[bool, ...] = ()
+    clips: bool = False
+    lost: range = range(0)
     n_steps: int = 0
     _cells: dict[tuple[int, int], tuple[Cells, int]] = field(default_factory=dict)
 
@@ -101,7 +105,8 @@ class Trial:
 
     def row_span(self, cursor: Cursor, n_bytes: int, field: str) -> memoryview:
         """The bytes of rows; nothing is there when the rows stayed on the device."""
-        return cursor.span(n_bytes if self.grammar.has_tensors else 0, field)
+        wanted = n_bytes if self.grammar.has_tensors else 0
+        return cursor.span(min(wanted, cursor.remaining) if self.clips else wanted, field)
 
     def cells(self, cursor: Cursor, count: int, rule: CellRule, where: str) -> Cells:
         """Read cells, once per place: the alternatives that follow share them."""
@@ -156,7 +161,10 @@ def _continues(pattern: tuple[SectionKind, ...], done: tuple[SectionKind, ...]) 
     return len(pattern) > len(done) and pattern[: len(done)] == done
 
 
-def _read_attention(trial: Trial, cursor: Cursor, done: tuple[SectionKind, ...]) -> Iterator[tuple[Section, Cursor]]:
+def read_attention(
+    trial: Trial, cursor: Cursor, done: tuple[SectionKind, ...]
+) -> Iterator[tuple[AttentionSection, Cursor]]:
+    """Every way to read an attention section, and the place behind it."""
     index = done.count(SectionKind.ATTENTION)
     for has_v in trial.has_v[index : index + 1] or (True, False):
         after = cursor.fork()
@@ -183,7 +191,14 @@ def _attention(trial: Trial, cursor: Cursor, where: str, *, has_v: bool) -> Atte
     streams: list[Stream | None] = []
     model: Stream | None = None
     for index in range(n_streams):
-        stream = _stream(trial, cursor, f"{where} stream {index}", has_v=has_v)
+        try:
+            stream = _stream(trial, cursor, f"{where} stream {index}", has_v=has_v)
+        except Truncated:
+            if not trial.clips:
+                raise
+            trial.lost = range(index, n_streams)
+            streams += [None] * len(trial.lost)
+            break
         if stream is not None:
             if model is None:
                 model = stream
@@ -407,7 +422,7 @@ def _read_opaque(trial: Trial, cursor: Cursor, done: tuple[SectionKind, ...]) ->
 
 _Reader = Callable[[Trial, Cursor, tuple[SectionKind, ...]], Iterator[tuple[Section, Cursor]]]
 _READERS: dict[SectionKind, _Reader] = {
-    SectionKind.ATTENTION: _read_attention,
+    SectionKind.ATTENTION: read_attention,
     SectionKind.RECURRENT: _read_recurrent,
     SectionKind.OPAQUE: _read_opaque,
 }

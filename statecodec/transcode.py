@@ -6,8 +6,9 @@ cannot hold is `NotRepresentable`, with what to do instead. Nothing is changed i
 
 from __future__ import annotations
 
-from statecodec.convert_cells import cut_at_gap, extract, keep_first, merge, renumber, to_streams
+from statecodec.convert_cells import extract, merge, renumber, to_streams
 from statecodec.convert_form import as_blob, as_file, carve_layers, join_layers, to_version
+from statecodec.convert_length import cut_at_gap, keep_first
 from statecodec.convert_values import Fit, VForm, to_types, to_v_trans, v_fit, v_form
 
 __all__ = [

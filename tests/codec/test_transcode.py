@@ -529,7 +529,7 @@ def test_empty_streams_stay_empty() -> None:
 
 @pytest.mark.parametrize("n_tokens", [0, 1, 2, 3, 10])
 @pytest.mark.parametrize(
-    "name", ["plain", "transposed", "four streams", "window", "shared cells", "ext 12", "sequence"]
+    "name", ["plain", "transposed", "four streams", "indexer", "shared cells", "ext 12", "sequence"]
 )
 def test_the_first_tokens_are_kept(name: str, n_tokens: int) -> None:
     """Of each sequence the positions below the end stay, in every section."""
@@ -564,7 +564,7 @@ def test_old_sequences_are_cut_too() -> None:
 def test_what_stands_before_a_gap_is_kept() -> None:
     """Each sequence is cut where its first position is missing, and says so."""
     held = (*(Cell(p, (0,)) for p in (0, 1, 2, 5, 6)), *(Cell(p, (1,)) for p in (0, 1)), Cell(7, (0, 1)))
-    image = parse(context(Attention((held,)), Attention((held[3:5] + held[-1:],))))
+    image = parse(context(Attention((held,)), Attention((held[:3] + held[4:],))))
     made = transcode.cut_at_gap(image)
     assert reread(made).sequences() == {0: (3, 0, 2), 1: (2, 0, 1)}
     assert made.changes[-1].warnings == (
@@ -575,6 +575,38 @@ def test_what_stands_before_a_gap_is_kept() -> None:
     assert transcode.cut_at_gap(lone).sequences() == {0: (2, 0, 1)}
     encoder = parse(CASES["encoder"].data)
     assert transcode.cut_at_gap(encoder) is encoder
+
+
+def test_a_window_that_has_forgotten_cannot_be_taken_back() -> None:
+    """Cells before the window's first are not in it: refused where none is left, told where some may be missing."""
+    image = parse(CASES["window"].data)
+    for n_tokens in (1, 3):
+        with pytest.raises(NotRepresentable, match="begins at position 3"):
+            transcode.keep_first(image, n_tokens)
+    made = transcode.keep_first(image, 5)
+    assert [section.n_cells for section in made.sections] == [5, 2]
+    (warning,) = made.changes[-1].warnings
+    assert "begins at position 3" in warning
+    assert "windows of 2 tokens or less" in warning
+    assert not transcode.keep_first(image, 6).changes[-1].warnings
+    assert transcode.keep_first(image, 0).sequences() == {}
+
+
+def test_a_files_tokens_end_where_its_cells_do() -> None:
+    """A reader takes one for the other; a packed list is packed again, and one with media is not cut."""
+    body = memory(Attention((cells(3),)))
+    plain = reread(transcode.keep_first(parse(sequence_file(body, 3, (7, 8, 9))), 2))
+    assert (plain.tokens.text.tolist(), plain.tokens.packed_version) == ([7, 8], None)  # type: ignore[union-attr]
+    gap = memory(Attention(((Cell(0), Cell(1), Cell(3)),)))
+    assert transcode.cut_at_gap(parse(sequence_file(gap, 3, (7, 8, 9, 10)))).tokens.text.tolist() == [7, 8]  # type: ignore[union-attr]
+    packed = sequence_file(body, 3, (-1, 1, 3, 7, 8, 9, 0))
+    made = reread(transcode.keep_first(parse(packed), 2))
+    assert (made.tokens.words.tolist(), made.tokens.packed_version) == ([-1, 1, 2, 7, 8, 0], 1)  # type: ignore[union-attr]
+    assert written(transcode.keep_first(parse(packed), 3)) == packed
+    media = sequence_file(body, 3, (-1, 1, 3, 7, -1, -1, 1, 1, 4, 99))
+    with pytest.raises(NotRepresentable, match="1 media"):
+        transcode.keep_first(parse(media), 2)
+    assert transcode.keep_first(transcode.as_blob(parse(media)), 2).sequences() == {0: (2, 0, 1)}
 
 
 # ---- forms and layers
