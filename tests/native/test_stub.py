@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 import struct
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import cffi
 import pytest
 
-from tests.stublib import Stub, Variant, build, needs_compiler, run_child, write_model
+from tests.stublib import FaultFile, Stub, Variant, build, needs_compiler, run_child, write_model
 
 pytestmark = [pytest.mark.stub, needs_compiler]
 
@@ -537,3 +538,62 @@ def child_tokens(path: str, model_path: str) -> list[list[int]]:
 def test_tokens_are_bytes(library: Path, model: Path) -> None:
     """Tokens are bytes, special tokens are parsed on request, and too little room says how much is wanted."""
     assert run_child(child_tokens, library, model).value() == [[256, 104, 105], [97, 257], [97, *b"<eos>"], [], [-5]]
+
+
+def child_armed(path: str, model_path: str, file: str, turns: int) -> dict[str, Any]:
+    raw = Raw(path, model_path)
+    armed = FaultFile(Path(file))
+    seen: list[bool] = []
+    for turn in range(turns):
+        if turn == 1:
+            armed.arm("load:null@2 init:null:tensor")
+        if turn == turns - 1:
+            armed.clear()
+        model = raw.load(_LAYER)
+        seen.append(bool(model))
+        if model:
+            raw.lib.llama_model_free(model)
+    return {"loads": seen, "fired": armed.fired()}
+
+
+def child_dies_once(path: str, model_path: str) -> list[bool]:
+    raw = Raw(path, model_path)
+    return [bool(raw.load(_LAYER)) for _ in range(2)]
+
+
+def test_faults_come_from_a_file_at_any_time(library: Path, model: Path, tmp_path: Path) -> None:
+    """A file of faults is read when it appears, its turns count from there, and it can be taken away again."""
+    file = tmp_path / "faults"
+    seen = run_child(child_armed, library, model, file, 6, STUB_FAULTS_FILE=str(file)).value()
+    assert seen == {"loads": [True, True, False, True, True, True], "fired": []}
+
+
+def test_a_fault_of_a_file_fires_in_one_process(library: Path, model: Path, tmp_path: Path) -> None:
+    """With a turn it is for the first process that gets there, without one for all; what fired can be seen."""
+    armed = FaultFile(tmp_path / "faults")
+    armed.arm("load:abort@2 get_data:zero")
+    ends = [run_child(child_dies_once, library, model, STUB_FAULTS_FILE=str(armed.path)).signal for _ in range(2)]
+    assert ends == ["SIGABRT", None]
+    assert armed.fired() == ["load:abort@2"]
+    armed.arm("load:abort")
+    ends = [run_child(child_dies_once, library, model, STUB_FAULTS_FILE=str(armed.path)).signal for _ in range(2)]
+    assert ends == ["SIGABRT", "SIGABRT"]
+
+
+def child_saves_and_dies(path: str, model_path: str, out: str) -> None:
+    raw = Raw(path, model_path)
+    context = raw.context(raw.load(_LAYER))
+    raw.decode(context, list(b"abc"), 0)
+    raw.lib.llama_synchronize(context)
+    n = raw.lib.llama_state_get_size(context)
+    with Path(out).open("wb+") as file:
+        file.truncate(n)
+        with mmap.mmap(file.fileno(), n) as room:
+            raw.lib.llama_state_get_data(context, raw.ffi.from_buffer("uint8_t[]", room), n)
+
+
+def test_a_death_in_a_save_leaves_its_bytes(library: Path, model: Path, tmp_path: Path) -> None:
+    """What dies in a save has overwritten the buffer: bytes of before are gone, as with a real library."""
+    out = tmp_path / "state"
+    assert run_child(child_saves_and_dies, library, model, out, STUB_FAULTS="get_data:kill").signal == "SIGKILL"
+    assert b"llama" in out.read_bytes()

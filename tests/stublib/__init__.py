@@ -9,7 +9,18 @@ from __future__ import annotations
 
 from tests.stublib.build import COMPILER, Variant, build, needs_compiler
 from tests.stublib.child import Child, run_child
-from tests.stublib.control import Call, Stub
+from tests.stublib.control import Call, FaultFile, Stub
 from tests.stublib.models import write_model
 
-__all__ = ["COMPILER", "Call", "Child", "Stub", "Variant", "build", "needs_compiler", "run_child", "write_model"]
+__all__ = [
+    "COMPILER",
+    "Call",
+    "Child",
+    "FaultFile",
+    "Stub",
+    "Variant",
+    "build",
+    "needs_compiler",
+    "run_child",
+    "write_model",
+]

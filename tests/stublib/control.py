@@ -1,10 +1,12 @@
-"""The stub's own exports, through ctypes: faults in, the log of calls and the counters out."""
+"""Control of a stub: by its own exports in this process, by a file in another; faults in, log and counters out."""
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
 from pathlib import Path
+
+_INJECT = Path(__file__).with_name("inject")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,43 @@ class Call:
             return cls(name, {"text": rest})
         words = [word.partition("=") for word in rest.split(" ") if "=" in word]
         return cls(name, {key: value for key, _, value in words})
+
+
+class FaultFile:
+    """Faults for stubs in other processes: they look at the file that ``STUB_FAULTS_FILE`` names before every call.
+
+    An item with a turn (``@n``) fires once, in one process; others fire wherever they fit until :meth:`clear`. A worker
+    of a hosted session also knows ``at-STAGE:ACTION`` (inject/sitecustomize.py), whichever library it has.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Use a path in a folder that exists; nothing is asked for yet."""
+        self.path = path
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What the other processes need in their environment."""
+        return {"STUB_FAULTS_FILE": str(self.path), "PYTHONPATH": str(_INJECT)}
+
+    def arm(self, text: str) -> None:
+        """Ask for faults in place of those before; turns count from here, and what fired is forgotten."""
+        self.clear()
+        whole = self.path.with_name(f"{self.path.name}~")
+        whole.write_text(text, encoding="ascii")
+        whole.rename(self.path)
+
+    def clear(self) -> None:
+        """Ask for none, and forget what fired."""
+        self.path.unlink(missing_ok=True)
+        for mark in self._marks():
+            mark.unlink()
+
+    def fired(self) -> list[str]:
+        """The items that a process has done since they were asked for, as they were written."""
+        return sorted(mark.name.removeprefix(f"{self.path.name}.") for mark in self._marks())
+
+    def _marks(self) -> list[Path]:
+        return list(self.path.parent.glob(f"{self.path.name}.*"))
 
 
 class Stub:

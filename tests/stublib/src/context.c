@@ -5,6 +5,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #ifdef STUB_FORK
 /* the names by which a fork is known, and nothing more: it must be refused before any of them is called */
@@ -225,6 +226,8 @@ static int32_t compute(struct context *c, struct batch batch, const char *name, 
               batch.pos && batch.n_tokens > 0 ? batch.pos[0] : -1, seq);
     if (!stub_alive(&c->handle, name)) return -1;
     stub_enter(c);
+    /* `pace:decode=N`: a device that takes N microseconds for a batch, so that streams last */
+    usleep((useconds_t) stub_setting("pace", call, 0));
     int32_t rc = decode(c, batch, stub_fault(call, c->model->mode));
     stub_leave(c);
     return rc;

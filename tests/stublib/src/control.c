@@ -2,13 +2,16 @@
 #define _GNU_SOURCE
 #include "stub.h"
 
+#include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 enum { MAX_RULES = 64, MAX_COUNTERS = 256 };
@@ -97,7 +100,13 @@ void stub_say(int level, const char *format, ...) {
     else fputs(text, stderr);
 }
 
-/* ---- faults: items `call:action[=value][:mode][@n[+]]`, separated by blanks, commas or semicolons ---- */
+/* ---- faults: items `call:action[=value][:mode][@n[+]]`, separated by blanks, commas or semicolons ----
+ *
+ * They come from STUB_FAULTS, from stub_control, and from the file that STUB_FAULTS_FILE names, which may be put there,
+ * replaced or taken away at any time. Turns (@n) of a file's items are counted by each process from its first look at
+ * the file. An item of a file that fires leaves `FILE.ITEM` beside it; one with @n and no + fires in one process only,
+ * so that a worker that starts after the one that died of it is spared.
+ */
 
 static int mode_of(const char *name) {
     for (int mode = 0; mode < N_MODES; mode++)
@@ -110,8 +119,9 @@ const char *stub_mode_name(int mode) {
     return mode >= 0 && mode < N_MODES ? names[mode] : "unknown";
 }
 
-static bool add_rule(char *item) {
-    struct rule rule = {.mode = MODE_ANY};
+static bool add_rule(char *item, bool from_file) {
+    struct rule rule = {.mode = MODE_ANY, .from_file = from_file};
+    snprintf(rule.text, sizeof rule.text, "%s", item);
     if (!strcmp(item, "clear")) {
         n_rules = 0;
         return true;
@@ -143,23 +153,60 @@ static bool add_rule(char *item) {
     return true;
 }
 
-static bool add_rules(const char *text) {
+static bool add_rules(const char *text, bool from_file) {
     char *copy = strdup(text), *rest = copy, *item;
     bool good = true;
     while ((item = strsep(&rest, " ,;\n\t")))
-        if (*item) good = add_rule(item) && good;
+        if (*item) good = add_rule(item, from_file) && good;
     free(copy);
     return good;
 }
 
+static void take_rules(const char *origin, const char *text, bool from_file) {
+    if (add_rules(text, from_file)) return;
+    fprintf(stderr, "stub: %s not understood: %s\n", origin, text);
+    abort();
+}
+
+static void read_file(void) {
+    static struct stat last;
+    const char *path = getenv("STUB_FAULTS_FILE");
+    struct stat now = {0};
+    if (!path || (stat(path, &now) && errno != ENOENT)) return;
+    if (now.st_ino == last.st_ino && now.st_mtim.tv_sec == last.st_mtim.tv_sec &&
+        now.st_mtim.tv_nsec == last.st_mtim.tv_nsec) return;
+    last = now;
+    int kept = 0;
+    for (int i = 0; i < n_rules; i++)
+        if (!rules[i].from_file) rules[kept++] = rules[i];
+    n_rules = kept;
+    char text[4096] = "";
+    FILE *file = fopen(path, "r");
+    if (!file) return;
+    text[fread(text, 1, sizeof text - 1, file)] = 0;
+    fclose(file);
+    take_rules("STUB_FAULTS_FILE", text, true);
+}
+
 static void read_env(void) {
-    if (env_read) return;
-    env_read = true;
-    const char *text = getenv("STUB_FAULTS");
-    if (text && !add_rules(text)) {
-        fprintf(stderr, "stub: STUB_FAULTS not understood: %s\n", text);
-        abort();
+    if (!env_read) {
+        env_read = true;
+        const char *text = getenv("STUB_FAULTS");
+        if (text) take_rules("STUB_FAULTS", text, false);
     }
+    read_file();
+}
+
+/* Whether this process may do what a file's item asks for; its mark says to the next one that it was done. */
+static bool claim(const struct rule *rule) {
+    if (!rule->from_file) return true;
+    bool once = rule->from && !rule->onward;
+    char mark[PATH_MAX];
+    snprintf(mark, sizeof mark, "%s.%s", getenv("STUB_FAULTS_FILE"), rule->text);
+    int fd = open(mark, O_WRONLY | O_CREAT | (once ? O_EXCL : 0), 0600);
+    if (fd < 0) return false;
+    close(fd);
+    return true;
 }
 
 static void act(const char *action) {
@@ -192,7 +239,7 @@ const struct rule *stub_fault(const char *call, int mode) {
         if (strcmp(rule->call, call) || (rule->mode != MODE_ANY && mode != MODE_ANY && rule->mode != mode)) continue;
         rule->seen++;
         bool due = !rule->from || rule->seen == rule->from || (rule->onward && rule->seen > rule->from);
-        if (due && !found) found = rule;
+        if (due && !found && claim(rule)) found = rule;
     }
     pthread_mutex_unlock(&lock);
     if (found) {
@@ -252,7 +299,7 @@ int stub_next_id(const char *kind) {
 API bool stub_control(const char *text) {
     pthread_mutex_lock(&lock);
     read_env();
-    bool good = add_rules(text);
+    bool good = add_rules(text, false);
     pthread_mutex_unlock(&lock);
     return good;
 }

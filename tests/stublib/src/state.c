@@ -280,13 +280,14 @@ static size_t write_state(struct context *c, uint8_t *out, size_t room, int32_t 
     } else stub_note("%s context=%d mode=%d", name, c->handle.id, c->model->mode);
     if (!stub_alive(&c->handle, name)) return 0;
     stub_enter(c);
-    const struct rule *fault = stub_fault(call, c->model->mode);
     if (seq < 0) write_context(&w, c);
     else {
         write_u32(&w, (uint32_t) SEQUENCE_MAGIC);
         write_u32(&w, (uint32_t) seq);
         if (has_memory()) write_memory(&w, c, seq);
     }
+    /* only now: who dies here has overwritten what the buffer held before */
+    const struct rule *fault = stub_fault(call, c->model->mode);
     stub_leave(c);
     if (w.full || stub_is(fault, "zero")) {
         stub_say(LOG_ERROR, "%s: error saving state: unexpectedly reached end of buffer\n", name);

@@ -190,11 +190,11 @@ struct context {
 /* ---- control.c: the log of calls, the faults, the counters ---- */
 
 struct rule {
-    char call[32], action[32];
+    char call[32], action[32], text[96];
     int64_t value;
     int mode;
     long from, seen;
-    bool onward;
+    bool onward, from_file;
 };
 
 void stub_note(const char *format, ...) __attribute__((format(printf, 1, 2)));
