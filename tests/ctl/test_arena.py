@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+from collections.abc import Iterator
+
 import pytest
 
 from splitctl.arena import Arena
@@ -50,3 +54,47 @@ def test_room_that_was_not_touched_is_not_given_out() -> None:
     arena.reserve(5)
     with pytest.raises(ValueError, match="of an arena of"):
         arena.view(HUGE_PAGE + 1)
+
+
+@pytest.fixture
+def memory_file() -> Iterator[int]:
+    """The descriptor of an empty memory file."""
+    fd = os.memfd_create("arena")
+    yield fd
+    os.close(fd)
+
+
+def test_what_is_in_a_memory_file_stays_for_the_next_arena(memory_file: int) -> None:
+    """Another process maps what a lost one has written; reserving changes none of it."""
+    first = Arena(memory_file)
+    first.reserve(5)
+    first.view(5)[:] = b"state"
+    second = Arena(memory_file)
+    second.reserve(3 * HUGE_PAGE)
+    assert bytes(second.view(5)) == b"state"
+    assert second.n_bytes == 3 * HUGE_PAGE
+    second.view(5)[:] = b"STATE"
+    assert bytes(first.view(5)) == b"STATE"
+
+
+def test_a_view_of_a_memory_file_stays_its_own_when_it_grows(memory_file: int) -> None:
+    """The old mapping is the same memory, so a sealed state in it must not be taken for one that lies elsewhere."""
+    arena = Arena(memory_file)
+    arena.reserve(5)
+    first = arena.view(5)
+    first[:] = b"state"
+    arena.reserve(5 * HUGE_PAGE)
+    assert arena.holds(first)
+    assert bytes(arena.view(5)) == b"state"
+    assert not Arena(memory_file).holds(first)
+
+
+def test_a_memory_file_that_cannot_grow_is_an_error() -> None:
+    """Where there is no memory, the caller is told; it is not ended by a signal."""
+    fd = os.memfd_create("arena", os.MFD_ALLOW_SEALING)
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+        with pytest.raises(OSError, match="not permitted"):
+            Arena(fd).reserve(5)
+    finally:
+        os.close(fd)
