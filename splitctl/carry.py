@@ -21,7 +21,7 @@ import xxhash
 from splitctl.carry_text import SequenceWords, Words, dump, from_texts, to_texts
 from splitctl.errors import CarryDamaged, CarryMismatch, CarryNotWritten
 from splitctl.sequence import SequenceCarry
-from splitctl.tensorfile import TensorFile, view_of, write_tensors
+from splitctl.tensorfile import PackedTensors, TensorFile, pack_tensors, view_of, write_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -175,10 +175,8 @@ def write(path: Path, sealed: SealedCarry) -> None:
         CarryNotWritten: the disk or the path does not allow it.
     """
     verify(sealed)
-    texts = to_texts(_words(sealed.carry))
-    metadata = {"format": FORMAT, "version": VERSION, **texts, "checksums": dump(dict(sealed.checksums))}
     try:
-        write_tensors(path, _tensors(sealed.carry), metadata)
+        write_tensors(path, _tensors(sealed.carry), _metadata(sealed))
     except OSError as error:
         raise CarryNotWritten(path, error.strerror or str(error)) from error
     except ValueError as error:
@@ -198,13 +196,47 @@ def read(path: Path) -> SealedCarry:
         CarryDamaged: missing, cut short, damaged, or not a carry; it says what was found.
     """
     with TensorFile(path) as file:
-        _refuse_foreign(path, file)
-        try:
-            words, checksums = from_texts(file.metadata), _checksum_texts(file.metadata)
-        except (ValueError, RecursionError) as error:
-            raise CarryDamaged(path, f"its description is wrong: {error}") from error
-        _refuse_other_tensors(path, file.slots, words)
-        arrays = {name: file.read(name) for name in file.slots}
+        return _read(path, file)
+
+
+def to_bytes(sealed: SealedCarry) -> bytes:
+    """Give a sealed carry as the bytes of its file.
+
+    Args:
+        sealed: the sealed carry; copied, so one with a large state is better written.
+
+    Returns:
+        What :func:`from_bytes` reads.
+
+    Raises:
+        ValueError: its description is larger than a reader accepts.
+    """
+    return pack_tensors(_tensors(sealed.carry), _metadata(sealed))
+
+
+def from_bytes(packed: bytes) -> SealedCarry:
+    """Read a carry from the bytes of its file and verify every byte of it.
+
+    Args:
+        packed: the bytes.
+
+    Returns:
+        The sealed carry, in memory of its own.
+
+    Raises:
+        CarryDamaged: they are not a carry, or damaged; it says what was found.
+    """
+    return _read(None, PackedTensors(packed))
+
+
+def _read(path: Path | None, file: TensorFile | PackedTensors) -> SealedCarry:
+    _refuse_foreign(path, file)
+    try:
+        words, checksums = from_texts(file.metadata), _checksum_texts(file.metadata)
+    except (ValueError, RecursionError) as error:
+        raise CarryDamaged(path, f"its description is wrong: {error}") from error
+    _refuse_other_tensors(path, file.slots, words)
+    arrays = {name: file.read(name) for name in file.slots}
     sequences = tuple(
         SequenceCarry(
             seq_id=one.seq_id,
@@ -219,6 +251,11 @@ def read(path: Path) -> SealedCarry:
     sealed = SealedCarry(carry, checksums)
     verify(sealed, path)
     return sealed
+
+
+def _metadata(sealed: SealedCarry) -> dict[str, str]:
+    texts = to_texts(_words(sealed.carry))
+    return {"format": FORMAT, "version": VERSION, **texts, "checksums": dump(dict(sealed.checksums))}
 
 
 def _words(carry: Carry) -> Words:
@@ -246,7 +283,12 @@ def _checksums(carry: Carry) -> dict[str, str]:
     return checksums
 
 
-def _checksum_texts(metadata: Mapping[str, str]) -> dict[str, str]:
+def checksum_texts(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Read the checksums of a carry's metadata.
+
+    Raises:
+        ValueError: there are none.
+    """
     checksums = json.loads(metadata.get("checksums", "null"))
     if not isinstance(checksums, dict) or not all(isinstance(one, str) for one in checksums.values()):
         text = "it has no checksums"
@@ -254,7 +296,7 @@ def _checksum_texts(metadata: Mapping[str, str]) -> dict[str, str]:
     return checksums
 
 
-def _refuse_foreign(path: Path, file: TensorFile) -> None:
+def _refuse_foreign(path: Path | None, file: TensorFile | PackedTensors) -> None:
     if file.metadata.get("format") != FORMAT:
         found = f"format {file.metadata.get('format', 'not said')!r:.40} with {len(file.slots)} tensors"
         raise CarryDamaged(path, f"it is a safetensors file of another kind ({found})")
@@ -262,7 +304,7 @@ def _refuse_foreign(path: Path, file: TensorFile) -> None:
         raise CarryDamaged(path, f"it is version {file.metadata.get('version')!r:.40}, this splitctl reads {VERSION!r}")
 
 
-def _refuse_other_tensors(path: Path, slots: Mapping[str, TensorSlot], words: Words) -> None:
+def _refuse_other_tensors(path: Path | None, slots: Mapping[str, TensorSlot | NDArray[Any]], words: Words) -> None:
     wanted = {_STATE, *(_row_name(one.seq_id, row) for one in words.sequences for row in _ROWS)}
     if others := sorted(slots.keys() ^ wanted):
         raise CarryDamaged(path, f"missing from it, or not of its sequences: {', '.join(others)[:200]}")

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-import xxhash
 from rich.console import Console
 from rich.table import Table
 
 import statecodec
+from splitctl import carry as carries
 from splitctl.cli import state_convert, state_text
 from splitctl.cli.options import json_option
 from splitctl.cli.output import ExitCode, Screen, error_body, one_line, print_json
@@ -25,10 +25,10 @@ from splitctl.cli.state_convert import Wanted
 from splitctl.cli.state_diff import Comparison, compare
 from splitctl.cli.state_facts import codec_facts, facts_of_rows
 from splitctl.cli.state_file import StateFile, opened
+from splitctl.cli.state_repair import NothingKept, repaired
 from splitctl.errors import SplitctlError
 from splitctl.facts import ModelFacts, read_facts
 from splitctl.placement import KV_TYPES
-from splitctl.tensorfile import view_of
 from statecodec import Rotation, StateCodecError, StateFormatError, StateImage, TensorType
 
 _files = click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE...")
@@ -130,11 +130,7 @@ def validate(*, files: tuple[Path, ...], model: Path | None, as_json: bool) -> i
 
     def look(file: StateFile, image: StateImage) -> dict[str, Any]:
         if file.carry is not None:
-            for name, tensor in file.carry.tensors.items():
-                if xxhash.xxh3_128_hexdigest(view_of(tensor)) != file.carry.checksums.get(name):
-                    raise StateFormatError(
-                        0, f"tensor {name} of the carry", "another checksum", "the one it was sealed with"
-                    )
+            carries.check(file.path, file.carry.words, file.carry.tensors, file.carry.checksums)
         noted = [finding.text for finding in statecodec.findings(image)]
         if not as_json:
             lines = [f"{file.path}: sound: {_short(image)}", *(f"  ! {text}" for text in noted)]
@@ -169,12 +165,12 @@ def _each(paths: Sequence[Path], model: Path | None, look: Any, *, as_json: bool
     return ExitCode.FAILED if failures else ExitCode.DONE
 
 
-def _read(file: StateFile, facts: ModelFacts | None) -> StateImage:
-    """Read a state and hold it against itself and, where given, its model."""
-    if facts is None:
-        return file.parsed()
-    image = file.parsed(codec_facts(facts))
-    statecodec.validate(image, facts_of_rows(facts, image))
+def _read(file: StateFile, facts: ModelFacts | None, *, drop_tail: bool = False) -> StateImage:
+    """Read a state, without a damaged tail where asked, and hold it against itself and, where given, its model."""
+    known = None if facts is None else codec_facts(facts)
+    image = repaired(file, facts) if drop_tail else file.parsed(known)
+    if facts is not None:
+        statecodec.validate(image, facts_of_rows(facts, image))
     return image
 
 
@@ -186,13 +182,16 @@ def _message(path: Path, error: Exception) -> str:
 def _error(error: Exception) -> dict[str, Any]:
     """An error as an object, with the place where the bytes stop making sense."""
     body: dict[str, Any] = {"kind": type(error).__name__, "message": one_line(str(error))}
-    if isinstance(error, StateFormatError):
+    place = error.damage if isinstance(error, NothingKept) else error
+    if isinstance(place, StateFormatError):
         body |= {
-            "offset": error.offset,
-            "field": error.field,
-            "found": str(error.found),
-            "expected": str(error.expected),
+            "offset": place.offset,
+            "field": place.field,
+            "found": str(place.found),
+            "expected": str(place.expected),
         }
+    if isinstance(error, NothingKept):
+        body["tokens"] = error.tokens
     return body
 
 
@@ -233,6 +232,7 @@ def _show(rows: list[tuple[str, str]]) -> None:
 @click.option("--source-rotation", type=Blocks(), help="Those that they have, where the bytes do not say.")
 @click.option("--first", type=click.IntRange(0), metavar="N", help="Keep the positions below N.")
 @click.option("--cut-at-gap", is_flag=True, help="Keep what stands before the first missing position.")
+@click.option("--drop-tail", is_flag=True, help="Keep what is whole where the end is missing or damaged (--model).")
 @click.option("--extract", type=click.IntRange(0, 255), metavar="SEQ", help="Take one sequence out of a context.")
 @click.option("--merge", is_flag=True, help="Make the sequences of several files one context, numbered from 0.")
 @click.option("--architecture", metavar="NAME", help="What a merged context belongs to, unless --model says it.")
@@ -255,7 +255,8 @@ def convert(*, files: tuple[Path, ...], out: Path, force: bool, model: Path | No
                 opens = [stack.enter_context(opened(path)) for path in files]
                 if not wanted.is_anything and opens[0].carry is None:
                     raise click.UsageError("say what to change, for example --to-version 11")
-                image = state_convert.convert(opens, [_read(file, facts) for file in opens], wanted)
+                images = [_read(file, facts, drop_tail=wanted.drop_tail) for file in opens]
+                image = state_convert.convert(opens, images, wanted)
                 body = state_convert.answer(image, out, state_convert.write(image, out, opens))
         except _FAULTS as error:
             about = out if isinstance(error, OSError) else files[0]
@@ -295,6 +296,7 @@ def _wanted(given: dict[str, Any], facts: ModelFacts | None) -> Wanted:
         rotation=given["rotation"],
         first=given["first"],
         cut_at_gap=given["cut_at_gap"],
+        drop_tail=given["drop_tail"],
         extract=given["extract"],
         merge=given["merge"],
         architecture=facts.architecture if facts is not None and given["merge"] else given["architecture"],

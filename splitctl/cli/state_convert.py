@@ -1,13 +1,14 @@
 """Changes a state by what the command line asks for, in an order in which every step can be done, and writes it.
 
-Order: one sequence out or several together, other ids, the first tokens; then streams; then a newer version before the
-types, because it has words for what the types need; V plain before types, transposed after; an older version last.
+Order: a damaged tail dropped, one sequence out or several together, other ids, the first tokens; then streams; then a
+newer version before the types, because it has words for what the types need; V plain before types, transposed after; an
+older version last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ class Wanted:
         rotation: blocks that rows are to be rotated with.
         first: positions below it stay.
         cut_at_gap: whether what stands behind a missing position goes.
+        drop_tail: whether what is whole of a damaged state is enough.
         extract: the sequence that is taken out.
         merge: whether several sequence states become one context.
         architecture: the name for a merged context.
@@ -49,6 +51,7 @@ class Wanted:
     rotation: Rotation | None = None
     first: int | None = None
     cut_at_gap: bool = False
+    drop_tail: bool = False
     extract: int | None = None
     merge: bool = False
     architecture: str | None = None
@@ -88,10 +91,9 @@ def convert(files: Sequence[StateFile], images: Sequence[StateImage], wanted: Wa
         image = transcode.keep_first(image, wanted.first)
     if wanted.cut_at_gap:
         image = transcode.cut_at_gap(image)
-    if wanted.first is not None or wanted.cut_at_gap:
-        ends = [span.pos_max + 1 for span in image.sequences().values()]
-        tokens = None if tokens is None else tokens[: max(ends, default=0)]
-        image = _with_tokens_cut(image, max(ends, default=0))
+    if tokens is not None and (wanted.first is not None or wanted.cut_at_gap or wanted.drop_tail):
+        # A file's own list is cut with its cells; this one stands beside them, in a carry.
+        tokens = tokens[: max((span.pos_max + 1 for span in image.sequences().values()), default=0)]
     if wanted.n_stream is not None:
         image = transcode.to_streams(image, wanted.n_stream)
     image = _rewritten(image, wanted)
@@ -116,15 +118,6 @@ def _merged(images: Sequence[StateImage], wanted: Wanted) -> StateImage:
         raise statecodec.NotRepresentable("sequence states", found, "a context, which begins with one", action)
     states = {number: transcode.as_blob(image) for number, image in enumerate(images)}
     return transcode.merge(states, architecture=str(names.pop()), n_stream=wanted.n_stream or 1)
-
-
-def _with_tokens_cut(image: StateImage, end: int) -> StateImage:
-    """A file whose token list ends where its cells do, as its reader takes one for the other."""
-    tokens = image.tokens
-    if tokens is None or tokens.packed_version is not None or len(tokens.text) <= end:
-        return image
-    words = tokens.words[:end]
-    return replace(image, tokens=replace(tokens, words=words, text=words))
 
 
 def _rewritten(image: StateImage, wanted: Wanted) -> StateImage:

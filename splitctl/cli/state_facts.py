@@ -9,6 +9,8 @@ from splitctl.facts import ModelFacts
 
 #: Its n-gram heads give every cell an extra record, though a position is one number.
 _WITH_RECORD = frozenset({"qwen4exp"})
+#: It has no memory to speak of, but the library gives it a cache, whose cells a state then lists.
+_WITH_IDLE_CACHE = frozenset({"t5encoder"})
 
 
 def codec_facts(facts: ModelFacts) -> statecodec.ModelFacts:
@@ -24,7 +26,7 @@ def codec_facts(facts: ModelFacts) -> statecodec.ModelFacts:
     """
     sections: tuple[str, ...] | None = None
     if not facts.has_memory:
-        sections = ()
+        sections = None if facts.architecture in _WITH_IDLE_CACHE else ()
     elif facts.is_recurrent:
         sections = ("recurrent",)
     has_sections_of_rope = any(key.endswith(".rope.dimension_sections") for key, _ in facts.rope)
@@ -38,6 +40,28 @@ def codec_facts(facts: ModelFacts) -> statecodec.ModelFacts:
         n_recurrent=facts.recurrence.n_layers if facts.is_recurrent and facts.recurrence else None,
         n_vocab=facts.n_vocab or None,
     )
+
+
+def repair_facts(facts: ModelFacts) -> statecodec.ModelFacts:
+    """Add which parts the memory has, where the header tells, so that a missing one is not overlooked.
+
+    A sliding window counts as a part of its own, though builds of early 2025 had none and a few architectures do not
+    use theirs: of their damaged states then nothing is kept, which is never wrong.
+
+    Args:
+        facts: the model.
+
+    Returns:
+        The facts to look for whole parts by.
+    """
+    known = codec_facts(facts)
+    if known.sections is not None or facts.is_mla or facts.n_embd_indexer or facts.is_encoder_decoder:
+        return known
+    if facts.is_hybrid:
+        # Which of a hybrid's attention layers have a window is not in every header.
+        return known if facts.n_swa else replace(known, sections=("attention", "recurrent"))
+    sections = ("attention", "attention") if facts.n_swa else ("attention",)
+    return replace(known, sections=sections, has_v=(True,) * len(sections))
 
 
 def facts_of_rows(facts: ModelFacts, image: statecodec.StateImage) -> statecodec.ModelFacts:
@@ -64,4 +88,4 @@ def facts_of_rows(facts: ModelFacts, image: statecodec.StateImage) -> statecodec
     )
 
 
-__all__ = ["codec_facts", "facts_of_rows"]
+__all__ = ["codec_facts", "facts_of_rows", "repair_facts"]

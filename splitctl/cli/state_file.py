@@ -217,7 +217,7 @@ def _carry(path: Path, view: memoryview) -> CarryAround:
         raise CarryDamaged(path, f"it is a safetensors file of another kind (format {said})")
     try:
         words = from_texts(metadata)
-        checksums = json.loads(metadata.get("checksums", "{}"))
+        checksums = carries.checksum_texts(metadata)
         start = _SIZE_BYTES + int.from_bytes(view[:_SIZE_BYTES], "little")
         header = json.loads(bytes(view[_SIZE_BYTES:start]))
     except (ValueError, RecursionError) as error:

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ import pytest
 
 from splitctl import carry as carries
 from splitctl.cli.main import main
-from splitctl.cli.state_facts import codec_facts, facts_of_rows
+from splitctl.cli.state_facts import codec_facts, facts_of_rows, repair_facts
 from splitctl.cli.state_file import StateUnreadable, opened
 from splitctl.facts import read_facts
-from statecodec import Form, parse
+from statecodec import Form, emit, parse, transcode
 from tests.codec.goldens import MANIFEST, golden
 from tests.codec.synthetic import Attention, Cell, cells, context, memory, sequence_file
+from tests.ctl.model_facts import model_facts
 from tests.ctl.test_carry import a_carry, a_sequence
 
 #: The server's record: null token, version, three tokens, no media.
@@ -202,12 +204,27 @@ def test_a_carry_is_read_too(carried: Path, capfd: pytest.CaptureFixture[str]) -
     assert one["carry"]["build"] == "b1"
     assert one["carry"]["sequences"][0]["n_tokens"] == 5
     assert said(capfd, "validate", carried)[0] == 0
-    data = bytearray(carried.read_bytes())
-    data[data.index(golden("x11549-dense")) + 2000] ^= 1
-    carried.write_bytes(data)
+    sound = carried.read_bytes()
+    for before, after, named in (
+        (golden("x11549-dense")[2000:2040], bytes(40), "state"),
+        # Words beside the tensors have a checksum of their own.
+        (rb"\"build\":\"b1\"", rb"\"build\":\"b2\"", "about"),
+    ):
+        assert sound.count(before) == 1
+        carried.write_bytes(sound.replace(before, after))
+        code, _, err = said(capfd, "validate", carried)
+        assert (code, err.count("\n")) == (1, 1)
+        assert f"not the checksum of: {named}" in err
+        assert said(capfd, "inspect", carried)[0] == 0
+
+
+def test_a_carry_without_checksums_is_none(carried: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Checksums that are no table of texts are told, and not looked up."""
+    sound = carried.read_bytes()
+    carried.write_bytes(sound.replace(b'"checksums"', b'"checksumz"'))
     code, _, err = said(capfd, "validate", carried)
-    assert code == 1
-    assert "tensor state of the carry" in err
+    assert (code, err.count("\n")) == (1, 1)
+    assert "no checksums" in err
 
 
 def test_a_carry_becomes_a_session_file(carried: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -394,6 +411,66 @@ def test_a_file_keeps_as_many_tokens_as_cells(kept: Any, capfd: pytest.CaptureFi
     assert said(capfd, "convert", path, "-o", blob, "--form", "blob")[0] == 0
     assert blob.read_bytes() == golden("x11549-dense")
     assert said(capfd, "convert", blob, "-o", path.with_name("no"), "--form", "file")[0] == 1
+
+
+def test_a_damaged_tail_is_dropped(smollm2: Path, kept: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """What is whole of a state that was cut, or has bytes behind it, is written, and what went is said."""
+    data = golden("x11549-smollm2")
+    out = kept("cut", data[:-1]).with_name("out")
+    arguments = ["convert", "--drop-tail", "--model", smollm2, "-o", out, "--force"]
+    code, body, _ = told(capfd, *arguments, out.with_name("cut"))
+    assert code == 0
+    image, whole = parse(out.read_bytes()), parse(data)
+    assert image.sequences()[0].pos_max == whole.sequences()[0].pos_max - 1
+    assert out.read_bytes() == b"".join(emit(transcode.keep_first(whole, image.sequences()[0].pos_max + 1)))
+    (change,) = body["changes"]
+    assert change["what"] == "a damaged tail dropped"
+    assert "ends before position" in change["warnings"][0]
+    assert said(capfd, *arguments, kept("long", data + bytes(9)))[1][1] == "  9 bytes behind the end dropped: exact"
+    assert out.read_bytes() == data
+    assert said(capfd, *arguments, kept("sound", data))[1][1] == "  nothing had to be changed"
+    other = kept("other", golden("x11549-window"))
+    assert said(capfd, *arguments, other)[0] == 1
+    assert out.read_bytes() == data
+
+
+def test_where_nothing_is_whole_the_tokens_are_told(
+    smollm2: Path, kept: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A cut in the rows leaves no cell; the token list is whole and is given, and nothing is written."""
+    data = golden("x11549-dense-session-file")
+    tokens = parse(data).tokens
+    assert tokens is not None
+    out = kept("cut", data[: len(data) // 2]).with_name("out")
+    for more, why in (([], "sections"), (["--model", smollm2], "no cell has its rows")):
+        code, body, err = told(capfd, "convert", "--drop-tail", out.with_name("cut"), "-o", out, *more)
+        assert (code, err.count("\n"), out.exists()) == (1, 1, False)
+        assert why in err
+        assert "splitctl run --restore" in err
+        error = body["files"][0]["error"]
+        assert (error["kind"], error["tokens"]) == ("NothingKept", tokens.text.tolist())
+        assert error["offset"] > 0
+    blob = kept("blob", golden("x11549-dense")[:-700])
+    code, _, err = said(capfd, "convert", "--drop-tail", blob, "-o", out)
+    assert (code, "Read the tokens again" in err) == (1, True)
+
+
+def test_what_a_header_says_of_the_parts_of_a_memory(smollm2: Path) -> None:
+    """One cache, a window beside it, a recurrent part; and nothing where builds or headers differ."""
+    plain = read_facts(smollm2)
+
+    def parts(**named: Any) -> tuple[str, ...] | None:
+        return repair_facts(replace(plain, **named)).sections
+
+    assert parts() == ("attention",)
+    assert parts(n_swa=512) == ("attention", "attention")
+    assert parts(is_mla=True) is None
+    assert parts(n_embd_indexer=64) is None
+    assert parts(architecture="bert") == ()
+    hybrid = model_facts(architecture="qwen3next")
+    assert hybrid.is_hybrid
+    assert repair_facts(hybrid).sections == ("attention", "recurrent")
+    assert repair_facts(replace(hybrid, n_swa=128)).sections is None
 
 
 def test_nothing_is_written_over(kept: Any, capfd: pytest.CaptureFixture[str]) -> None:
