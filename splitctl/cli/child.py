@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from splitctl.cli.output import EXIT_OF_FAULT, ExitCode, Screen
 from splitctl.errors import SplitctlError, WorkerLost
-from splitctl.host import Failure, Partial, Piece, Progress, Request, Result, Worker
+from splitctl.host import Event, Failure, Partial, Piece, Progress, Request, Result, Worker
 from splitctl.last_words import telling_line
 
 
@@ -114,7 +114,7 @@ def ask(request: Request, screen: Screen) -> Answer:
     return answer
 
 
-def _show(event: Progress | Piece | Partial | Result | Failure, screen: Screen, answer: Answer) -> None:
+def _show(event: Event, screen: Screen, answer: Answer) -> None:
     """Show one event, or keep it for the answer."""
     match event:
         case Progress():

@@ -4,6 +4,8 @@ Laws:
     1. A worker leads a process group of its own: Ctrl-C on the terminal reaches the parent alone, which passes it on.
     2. Its stdin is held open for as long as it may live; when the parent dies, even by SIGKILL, it reads end of file.
     3. Whatever it and the library print goes to one pipe, of which the last lines are kept: an abort speaks there.
+    4. Nobody waits for a child to read: what it is sent lies here until it takes it, so one that is stopped holds up
+       nothing. SIGKILL ends it all the same.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ import signal
 import site
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -42,7 +45,8 @@ class Worker:
         Use as a context manager; leaving it ends the child and its process group.
 
     Thread:
-        One thread reads `events`; `cancel` and `kill` may be called from any thread and from a signal handler.
+        One thread reads `events`; everything else may be called from any thread, `cancel` and `kill` from a signal
+        handler too.
     """
 
     def __init__(
@@ -51,43 +55,48 @@ class Worker:
         *,
         env: Mapping[str, str],
         on_output: Callable[[str], None] | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> None:
-        """Start the child and send it the request.
+        """Start the child; the request is the first thing that `events` sends it.
 
         Args:
             request: what to do.
             env: the child's environment.
             on_output: called with every line that the child or the library prints.
+            pass_fds: descriptors that the child gets too, under the same numbers.
         """
         self._on_output = on_output
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._unfinished = b""
-        self._sent = False
+        self._outgoing: deque[bytes] = deque((protocol.encode_request(request),))
+        self._begun = memoryview(b"")
         self._cancelled = False
         self._killed = False
         self._stage = "starting"
+        self._expected_since: float | None = time.monotonic()
         events_out, events_in = os.pipe()
+        self._alarm = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # One that a signal handler may take again in the thread that it interrupts.
+        self._alarm_lock = threading.RLock()
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "splitctl.host.worker", str(events_in)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=(events_in,),
+                pass_fds=(events_in, *pass_fds),
                 process_group=0,
                 env=_child_env(env),
                 bufsize=0,
             )
         except BaseException:
             os.close(events_out)
+            os.close(self._alarm)
             raise
         finally:
             os.close(events_in)
         self._events_fd = events_out
-        self._send(protocol.encode_request(request))
-        self._sent = True
-        if self._cancelled:
-            self._send(protocol.CANCEL)
+        os.set_blocking(self._input_fd(), False)
 
     @property
     def pid(self) -> int:
@@ -110,13 +119,33 @@ class Worker:
         lines = [*self._tail, self._unfinished.decode("utf-8", "replace")]
         return tuple(line for line in lines if line.strip())
 
+    def send_line(self, line: bytes) -> None:
+        """Send a line to the child as soon as it takes it; one that is gone is noticed by `events`, not here."""
+        self._outgoing.append(line)
+        self._wake()
+
+    def expect(self, *, anything: bool) -> None:
+        """Say whether the child has something to do: only then is its silence measured.
+
+        Args:
+            anything: whether it has; at first it has, the request.
+        """
+        if anything is not (self._expected_since is not None):
+            self._expected_since = time.monotonic() if anything else None
+            self._wake()
+
+    def is_doing(self, stage: str) -> None:
+        """Say what the child is doing, for the words of its end; its own Progress says it too."""
+        self._stage = stage
+
     def events(
         self, *, deadline_s: float | None = None, is_cancelled: Callable[[], bool] | None = None
     ) -> Iterator[Event]:
         """Follow the child until its last event.
 
         Args:
-            deadline_s: longest silence that is borne, seconds; the child is killed after it. None waits for ever.
+            deadline_s: longest silence that is borne while something is expected, seconds; the child is killed after
+                it. None waits for ever.
             is_cancelled: asked before every event and all through a silence; the child is killed at the first yes.
 
         Yields:
@@ -132,17 +161,17 @@ class Worker:
         with selectors.DefaultSelector() as selector:
             selector.register(self._events_fd, selectors.EVENT_READ, "events")
             selector.register(self._output_fd(), selectors.EVENT_READ, "output")
+            selector.register(self._alarm, selectors.EVENT_READ, "alarm")
             heard_at = time.monotonic()
             while True:
                 self._end_if(is_cancelled)
-                left_s = None if deadline_s is None else max(0.0, heard_at + deadline_s - time.monotonic())
-                if is_cancelled is not None:
-                    left_s = _POLL_S if left_s is None else min(left_s, _POLL_S)
-                ready = selector.select(left_s)
-                if not ready and deadline_s is not None and time.monotonic() >= heard_at + deadline_s:
-                    self.kill()
-                    raise DeadlineExceeded(f"progress of the worker while {self._stage}", deadline_s)
-                for key, _ in ready:
+                self._write(selector)
+                for key in self._ready(selector, heard_at, deadline_s, is_polled=is_cancelled is not None):
+                    if key.data == "alarm":
+                        os.eventfd_read(self._alarm)
+                        continue
+                    if key.data == "input":
+                        continue
                     chunk = os.read(key.fd, _CHUNK_BYTES)
                     if key.data == "output":
                         self._take_output(chunk)
@@ -162,8 +191,7 @@ class Worker:
     def cancel(self) -> None:
         """Ask the child to stop at the next point where it can; it answers with a Failure or a result."""
         self._cancelled = True
-        if self._sent:
-            self._send(protocol.CANCEL)
+        self.send_line(protocol.CANCEL)
 
     def kill(self) -> None:
         """End the child and everything that it started, at once."""
@@ -188,6 +216,9 @@ class Worker:
             self._process.wait()
             os.close(self._events_fd)
             self._events_fd = -1
+            with self._alarm_lock:
+                os.close(self._alarm)
+                self._alarm = -1
             if self._process.stdout is not None:
                 self._process.stdout.close()
 
@@ -201,24 +232,59 @@ class Worker:
         """End the child, whatever happened."""
         self.close()
 
-    def _send(self, data: bytes) -> None:
-        """Write to the child's stdin; a child that is gone is noticed by `events`, not here."""
-        stdin = self._process.stdin
-        if stdin is None or stdin.closed:
-            return
-        view = memoryview(data)
+    def _wake(self) -> None:
+        """Let `events` look at what has changed."""
+        with self._alarm_lock:
+            if self._alarm >= 0:
+                os.eventfd_write(self._alarm, 1)
+
+    def _ready(
+        self, selector: selectors.BaseSelector, heard_at: float, deadline_s: float | None, *, is_polled: bool
+    ) -> list[selectors.SelectorKey]:
+        """Wait for something to read, or for room to write; kill the child at the end of the silence that is borne."""
+        since = self._expected_since
+        ends_at = None if deadline_s is None or since is None else max(heard_at, since) + deadline_s
+        left_s = None if ends_at is None else max(0.0, ends_at - time.monotonic())
+        if is_polled:
+            left_s = _POLL_S if left_s is None else min(left_s, _POLL_S)
+        ready = [key for key, _ in selector.select(left_s)]
+        # What was expected may have changed meanwhile, in another thread.
+        is_over = ends_at is not None and time.monotonic() >= ends_at and self._expected_since == since
+        if not ready and is_over and deadline_s is not None:
+            self.kill()
+            raise DeadlineExceeded(f"progress of the worker while {self._stage}", deadline_s)
+        return ready
+
+    def _write(self, selector: selectors.BaseSelector) -> None:
+        """Give the child what it takes, and watch for room where that is not all."""
+        stdin = self._input_fd()
+        is_watched = stdin in selector.get_map()
         try:
-            while view:
-                view = view[os.write(stdin.fileno(), view) :]
+            while self._begun or self._outgoing:
+                self._begun = self._begun or memoryview(self._outgoing.popleft())
+                self._begun = self._begun[os.write(stdin, self._begun) :]
+        except BlockingIOError:
+            if not is_watched:
+                selector.register(stdin, selectors.EVENT_WRITE, "input")
+            return
         except BrokenPipeError:
             # The child died first; its events end, and _lost() says why.
-            return
+            self._outgoing.clear()
+            self._begun = memoryview(b"")
+        if is_watched:
+            selector.unregister(stdin)
 
     def _end_if(self, is_cancelled: Callable[[], bool] | None) -> None:
         """Kill the child once its work is no longer wanted: one that hangs would not hear a cancel."""
         if is_cancelled is not None and is_cancelled():
             self.kill()
             raise Cancelled(f"the worker's work ({self._stage})")
+
+    def _input_fd(self) -> int:
+        """Return the descriptor of the child's orders."""
+        if self._process.stdin is None:
+            raise WorkerLost(self.pid, "has no input pipe", ())
+        return self._process.stdin.fileno()
 
     def _output_fd(self) -> int:
         """Return the descriptor of the child's printing."""
