@@ -1,0 +1,381 @@
+"""Where hosts are found: a private folder with a socket and a lock for each session that is served.
+
+Laws:
+    1. The folder, and what it lies in, belong to this user (or to root) and nobody else may write there; else it is not
+       used.
+    2. A host holds the lock of its name for as long as it lives, and the kernel lets go of it whatever happens to the
+       host. A socket whose lock can be had is stale.
+    3. Socket and lock are removed by whoever holds the lock, and by nobody else.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import socket
+import stat
+import struct
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import platformdirs
+
+from splitctl.errors import ConfigInvalid, SplitctlError
+
+#: The session of a host that was given no name.
+DEFAULT_NAME = "default"
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_SOCKET_SUFFIX = ".sock"
+_LOCK_SUFFIX = ".lock"
+#: Longest address of a unix socket [bytes].  Source: sun_path of linux/un.h, with its end.
+_MAX_ADDRESS_BYTES = 107
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_PRIVATE = 0o700
+_BACKLOG = 64
+#: A client that cleans up holds a lock for microseconds; a host waits a little for it [tries, seconds].
+_CLAIM_TRIES = 100
+_CLAIM_PAUSE_S = 0.02
+#: pid, uid and gid.  Source: struct ucred of linux/socket.h.
+_UCRED = struct.Struct("3i")
+
+
+class NoSuchSession(SplitctlError):
+    """No host serves the session that is asked for, or none at all, or several and no name was given."""
+
+    def __init__(self, name: str | None, names: tuple[str, ...]) -> None:
+        """Build from what was looked for.
+
+        Args:
+            name: the session; None where any would do.
+            names: the sessions that are served.
+        """
+        self.name = name
+        self.names = names
+        super().__init__(name, names)
+
+    def __str__(self) -> str:
+        """Say what there is instead."""
+        served = ", ".join(self.names)
+        if self.name is None and self.names:
+            return f"several sessions are served ({served}); name one with --session"
+        if not self.names:
+            found = "no session is served" if self.name is None else f"no session {self.name} is served, nor any other"
+            return f"{found}; start one with splitctl serve -m MODEL"
+        return f"no session {self.name} is served; there are: {served}"
+
+
+class SessionTaken(SplitctlError):
+    """Another host serves a session of that name."""
+
+    def __init__(self, name: str) -> None:
+        """Build from the name.
+
+        Args:
+            name: the session's.
+        """
+        self.name = name
+        super().__init__(name)
+
+    def __str__(self) -> str:
+        """Name it and the ways out."""
+        return f"a session {self.name} is served already; give another name with --session, or end it: splitctl stop"
+
+
+class RuntimeFolderUnsafe(SplitctlError):
+    """The folder for sockets is not this user's alone."""
+
+    def __init__(self, path: Path, found: str) -> None:
+        """Build from what was seen.
+
+        Args:
+            path: the folder, or what it lies in.
+            found: what is wrong with it.
+        """
+        self.path = path
+        self.found = found
+        super().__init__(path, found)
+
+    def __str__(self) -> str:
+        """Name the folder, what is wrong and what to do."""
+        advice = "set XDG_RUNTIME_DIR to a folder of yours"
+        return f"{self.path} cannot hold the sockets of sessions: it {self.found}; {advice}"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a session is reached.
+
+    Attributes:
+        name: the session's.
+        path: its socket.
+    """
+
+    name: str
+    path: Path
+
+
+def checked_name(name: str) -> str:
+    """Refuse what is no name of a session.
+
+    Raises:
+        ConfigInvalid: it is not.
+    """
+    if not _NAME.fullmatch(name):
+        wanted = "1 to 64 letters, digits, dots, dashes and underscores, a letter or digit first"
+        raise ConfigInvalid("session", name, wanted)
+    return name
+
+
+def runtime_folder() -> Path:
+    """Say where this user's sockets belong; nothing is made.
+
+    Raises:
+        RuntimeFolderUnsafe: there is no place for them.
+    """
+    with warnings.catch_warnings():
+        # Without XDG_RUNTIME_DIR it warns, and names a folder in /tmp; `prepared` looks whose that is.
+        warnings.simplefilter("ignore")
+        try:
+            return Path(platformdirs.user_runtime_dir("splitctl"))
+        except OSError as error:
+            raise RuntimeFolderUnsafe(Path("the runtime folder"), f"is not usable ({error})") from error
+
+
+def prepared(folder: Path) -> Path:
+    """Make the folder where it is missing, and make sure that it is private.
+
+    Args:
+        folder: as `runtime_folder` gives it.
+
+    Returns:
+        The folder.
+
+    Raises:
+        RuntimeFolderUnsafe: it cannot be made, or is not this user's alone.
+    """
+    try:
+        for part in (folder.parent, folder):
+            with suppress(FileExistsError):
+                part.mkdir(mode=_PRIVATE)
+    except OSError as error:
+        raise RuntimeFolderUnsafe(folder, f"cannot be made ({error.strerror})") from error
+    _refuse_unsafe(folder)
+    return folder
+
+
+def _refuse_unsafe(folder: Path) -> None:
+    """Hold the folder and what it lies in against law 1."""
+    for path, owners in ((folder.parent, {0, os.getuid()}), (folder, {os.getuid()})):
+        found = path.lstat()
+        mode = found.st_mode
+        if stat.S_ISLNK(mode):
+            raise RuntimeFolderUnsafe(path, "is a link")
+        if not stat.S_ISDIR(mode):
+            raise RuntimeFolderUnsafe(path, "is no folder")
+        if found.st_uid not in owners:
+            raise RuntimeFolderUnsafe(path, f"belongs to user {found.st_uid}")
+        if mode & _OTHERS_WRITE and not (mode & stat.S_ISVTX and path != folder):
+            raise RuntimeFolderUnsafe(path, f"may be written by others (mode {stat.S_IMODE(mode):04o})")
+
+
+class Claim:
+    """A session's name, held for a host.
+
+    Lifetime:
+        Until `release`; also a context manager. The kernel lets go of it with the process.
+    """
+
+    def __init__(self, address: Address, lock: int) -> None:
+        """Use `claim`."""
+        self.address = address
+        self._lock = lock
+
+    def listen(self) -> socket.socket:
+        """Open the session's socket, for this user alone.
+
+        Returns:
+            It, listening.
+
+        Raises:
+            OSError: the system says why.
+        """
+        self.address.path.unlink(missing_ok=True)
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            # Linux takes the mode of the file from the socket, so it is never open to others, not for a moment.
+            os.fchmod(made.fileno(), stat.S_IRUSR | stat.S_IWUSR)
+            made.bind(str(self.address.path))
+            made.listen(_BACKLOG)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def release(self) -> None:
+        """Remove socket and lock; a second call does nothing."""
+        if self._lock < 0:
+            return
+        _remove(self.address)
+        os.close(self._lock)
+        self._lock = -1
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Release."""
+        self.release()
+
+
+def claim(folder: Path, name: str) -> Claim:
+    """Take a name for a host; what a dead host left under it is removed.
+
+    Args:
+        folder: as `prepared` gave it.
+        name: the session's.
+
+    Returns:
+        The claim.
+
+    Raises:
+        ConfigInvalid: it is no name.
+        SessionTaken: a living host has it.
+    """
+    address = Address(checked_name(name), folder / f"{name}{_SOCKET_SUFFIX}")
+    if len(os.fsencode(address.path)) > _MAX_ADDRESS_BYTES:
+        wanted = f"a name, and a folder for it ({folder}), of {_MAX_ADDRESS_BYTES} bytes together at most"
+        raise ConfigInvalid("session", name, wanted)
+    for _ in range(_CLAIM_TRIES):
+        lock = _locked(address)
+        if lock is not None:
+            address.path.unlink(missing_ok=True)
+            return Claim(address, lock)
+        if _answers(address):
+            break
+        time.sleep(_CLAIM_PAUSE_S)
+    raise SessionTaken(name)
+
+
+def sessions(folder: Path) -> list[Address]:
+    """List the sessions whose host lives, by name; what dead hosts left is removed.
+
+    Args:
+        folder: as `runtime_folder` gives it; it may be missing.
+
+    Returns:
+        Where each is reached.
+
+    Raises:
+        RuntimeFolderUnsafe: the folder is not this user's alone.
+    """
+    if not os.path.lexists(folder):
+        return []
+    _refuse_unsafe(folder)
+    found = sorted(path for path in folder.iterdir() if path.suffix == _SOCKET_SUFFIX and _NAME.fullmatch(path.stem))
+    addresses = [Address(path.stem, path) for path in found]
+    return [address for address in addresses if not _cleaned(address)]
+
+
+def find(folder: Path, name: str | None) -> Address:
+    """Find a session.
+
+    Args:
+        folder: as `runtime_folder` gives it; it may be missing.
+        name: the session's; None takes the only one.
+
+    Returns:
+        Where it is reached.
+
+    Raises:
+        ConfigInvalid: it is no name.
+        NoSuchSession: it is not served; or no name was given, and none or several are.
+        RuntimeFolderUnsafe: the folder is not this user's alone.
+    """
+    if name is not None:
+        checked_name(name)
+    served = sessions(folder)
+    for address in served:
+        if address.name == name or (name is None and len(served) == 1):
+            return address
+    raise NoSuchSession(name, tuple(address.name for address in served))
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """Ask the kernel which user is at the other end of a unix socket.
+
+    Args:
+        connection: connected.
+
+    Returns:
+        The user's number.
+    """
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    _, uid, _ = _UCRED.unpack(raw)
+    return int(uid)
+
+
+def _cleaned(address: Address) -> bool:
+    """Remove what a dead host left; whether one did."""
+    with _maybe_locked(address) as lock:
+        if lock is None:
+            return False
+        _remove(address)
+        return True
+
+
+@contextmanager
+def _maybe_locked(address: Address) -> Iterator[int | None]:
+    lock = _locked(address)
+    try:
+        yield lock
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked(address: Address) -> int | None:
+    """Take a name's lock; None where somebody has it."""
+    path = address.path.with_suffix(_LOCK_SUFFIX)
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, stat.S_IRUSR | stat.S_IWUSR)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            return None
+        with suppress(FileNotFoundError):
+            if os.fstat(lock).st_ino == path.lstat().st_ino:
+                return lock
+        # It was removed between the opening and the locking: another one counts now.
+        os.close(lock)
+
+
+def _answers(address: Address) -> bool:
+    """Whether somebody listens there."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(0.0)
+        try:
+            probe.connect(str(address.path))
+        except BlockingIOError:
+            # Its queue is full: it lives.
+            return True
+        except OSError:
+            return False
+        return True
+
+
+def _remove(address: Address) -> None:
+    """Remove socket and lock; only for who holds the lock."""
+    address.path.unlink(missing_ok=True)
+    address.path.with_suffix(_LOCK_SUFFIX).unlink(missing_ok=True)
