@@ -30,8 +30,8 @@ _MADV_POPULATE_WRITE = 23
 class Arena:
     """A growing block of memory.
 
-    Lifetime: views taken of it stay valid when :meth:`reserve` outgrows its mapping: they keep the old block alive. Of a
-    shared arena that block is the same memory under another address.
+    Lifetime: views taken of it stay valid when :meth:`reserve` outgrows its mapping: they keep the old block alive. Of
+    a shared arena that block is the same memory under another address.
     """
 
     def __init__(self, fd: int | None = None) -> None:

@@ -124,7 +124,7 @@ def seal(carry: Carry) -> SealedCarry:
     """
     if problems := carry.problems():
         raise CarryDamaged(None, "; ".join(problems))
-    return SealedCarry(carry, _checksums(carry))
+    return SealedCarry(carry, _checksums(_words(carry), _tensors(carry)))
 
 
 def verify(sealed: SealedCarry, path: Path | None = None) -> None:
@@ -139,7 +139,26 @@ def verify(sealed: SealedCarry, path: Path | None = None) -> None:
     """
     if problems := sealed.carry.problems():
         raise CarryDamaged(path, "; ".join(problems))
-    now, then = _checksums(sealed.carry), sealed.checksums
+    _refuse_changed(path, _checksums(_words(sealed.carry), _tensors(sealed.carry)), sealed.checksums)
+
+
+def check(path: Path, words: Words, tensors: Mapping[str, NDArray[Any]], checksums: Mapping[str, str]) -> None:
+    """Check that a carry which lies open, tensor by tensor, is what was sealed.
+
+    Args:
+        path: where, for the message.
+        words: everything of it that is no tensor.
+        tensors: name -> array, borrowed.
+        checksums: what it was sealed with.
+
+    Raises:
+        CarryDamaged: something differs, is missing or too much; it says what.
+    """
+    _refuse_other_tensors(path, tensors, words)
+    _refuse_changed(path, _checksums(words, tensors), checksums)
+
+
+def _refuse_changed(path: Path | None, now: Mapping[str, str], then: Mapping[str, str]) -> None:
     if changed := sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name)):
         raise CarryDamaged(path, f"what it was sealed with is not the checksum of: {', '.join(changed)[:200]}")
 
@@ -232,7 +251,7 @@ def from_bytes(packed: bytes) -> SealedCarry:
 def _read(path: Path | None, file: TensorFile | PackedTensors) -> SealedCarry:
     _refuse_foreign(path, file)
     try:
-        words, checksums = from_texts(file.metadata), _checksum_texts(file.metadata)
+        words, checksums = from_texts(file.metadata), checksum_texts(file.metadata)
     except (ValueError, RecursionError) as error:
         raise CarryDamaged(path, f"its description is wrong: {error}") from error
     _refuse_other_tensors(path, file.slots, words)
@@ -274,12 +293,11 @@ def _tensors(carry: Carry) -> dict[str, NDArray[Any]]:
     return tensors
 
 
-def _checksums(carry: Carry) -> dict[str, str]:
+def _checksums(words: Words, tensors: Mapping[str, NDArray[Any]]) -> dict[str, str]:
     """Take the checksum of every tensor, and of everything else."""
-    tensors = _tensors(carry)
     checksums = {name: xxhash.xxh3_128_hexdigest(view_of(array)) for name, array in tensors.items()}
     table = {name: [str(array.dtype), list(array.shape)] for name, array in tensors.items()}
-    checksums[_ABOUT] = xxhash.xxh3_128_hexdigest(dump([to_texts(_words(carry)), table]).encode())
+    checksums[_ABOUT] = xxhash.xxh3_128_hexdigest(dump([to_texts(words), table]).encode())
     return checksums
 
 

@@ -9,14 +9,15 @@ Law: no number of a file reaches an allocation before it has been held against t
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors import SafetensorError, deserialize, safe_open
+from safetensors.numpy import save, save_file
 
 from splitctl.durable import replacing
 from splitctl.errors import CarryDamaged
@@ -73,6 +74,26 @@ def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]], metadata: Map
         if (n_header := _header_bytes(temporary)) > MAX_HEADER_BYTES:
             text = f"its header takes {n_header} bytes, at most {MAX_HEADER_BYTES} can be read back"
             raise ValueError(text)
+
+
+def pack_tensors(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
+    """Give the bytes of a file without writing one.
+
+    Args:
+        tensors: as for :func:`write_tensors`.
+        metadata: what else is to be said, as texts.
+
+    Returns:
+        What :class:`PackedTensors` reads.
+
+    Raises:
+        ValueError: the header is larger than a reader accepts.
+    """
+    packed = save({name: np.asarray(array, order="C") for name, array in tensors.items()}, dict(metadata))
+    if (n_header := int.from_bytes(packed[:_SIZE_BYTES], "little")) > MAX_HEADER_BYTES:
+        text = f"its header takes {n_header} bytes, at most {MAX_HEADER_BYTES} can be read back"
+        raise ValueError(text)
+    return packed
 
 
 def view_of(array: NDArray[Any]) -> memoryview:
@@ -149,6 +170,45 @@ class TensorFile:
         return about.get_dtype(), about.get_shape()
 
 
+class PackedTensors:
+    """The bytes of a file in memory, read and checked in full."""
+
+    def __init__(self, packed: bytes) -> None:
+        """Read them.
+
+        Args:
+            packed: what :func:`pack_tensors` gave.
+
+        Raises:
+            CarryDamaged: they are not sound.
+        """
+        try:
+            if (n_header := int.from_bytes(packed[:_SIZE_BYTES], "little")) > MAX_HEADER_BYTES:
+                text = f"its header would take {n_header} bytes, at most {MAX_HEADER_BYTES} are read"
+                raise CarryDamaged(None, text)
+            found = dict(deserialize(packed))  # type: ignore[no-untyped-call]
+            # The library has found the header sound; it just does not give the metadata out.
+            self.metadata: Mapping[str, str] = json.loads(packed[_SIZE_BYTES : _SIZE_BYTES + n_header]).get(
+                "__metadata__", {}
+            )
+        except (ValueError, SafetensorError) as error:
+            raise _damaged(None, error) from error
+        self._arrays = {name: _array(name, one) for name, one in found.items()}
+        self.slots: Mapping[str, TensorSlot] = {
+            name: TensorSlot(one.dtype, one.shape) for name, one in self._arrays.items()
+        }
+
+    def read(self, name: str) -> NDArray[Any]:
+        """Give a tensor, an array of its own."""
+        return self._arrays[name]
+
+
+def _array(name: str, about: Mapping[str, Any]) -> NDArray[Any]:
+    if about["dtype"] not in _DTYPES:
+        raise CarryDamaged(None, f"tensor {name!r:.60} is {about['dtype']}, wanted one of {', '.join(_DTYPES)}")
+    return np.frombuffer(about["data"], _DTYPES[about["dtype"]]).reshape(about["shape"])
+
+
 def _header_bytes(path: Path) -> int:
     """Hold a file's kind and the size of its header against each other; returns the size.
 
@@ -187,7 +247,7 @@ def _opened(path: Path) -> Any:
         raise _damaged(path, error) from error
 
 
-def _damaged(path: Path, error: Exception) -> CarryDamaged:
+def _damaged(path: Path | None, error: Exception) -> CarryDamaged:
     """Say what was found; the library's texts may quote the file at any length."""
     said = getattr(error, "strerror", None) or str(error)
     return CarryDamaged(path, f"{'the safetensors library says: ' * isinstance(error, SafetensorError)}{said:.300}")
