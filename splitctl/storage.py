@@ -72,7 +72,7 @@ class Storage:
             CarryNotWritten: what was at the path before is still there.
         """
         target = Path(path)
-        carries.write(target, carries.seal(self._carry(effects.transfer.snapshot())))
+        carries.write(target, carries.seal(self.carry(effects.transfer.snapshot())))
         return target.stat().st_size
 
     def park(self, sealed: Sealed | None) -> Path:
@@ -86,18 +86,19 @@ class Storage:
         stem = re.sub(r"[^A-Za-z0-9._-]", "_", Path(self._core.engine.model_path).stem)[:60]
         target = folder / f"{stem}-{os.getpid()}-{time_ns()}.safetensors"
         try:
-            carries.write(target, carries.seal(self._carry(sealed)))
+            carries.write(target, carries.seal(self.carry(sealed)))
         except SplitctlError:
             if sealed is None:
                 raise
             # The tokens alone are small, and enough to make everything else again.
-            carries.write(target, carries.seal(self._carry(None)))
+            carries.write(target, carries.seal(self.carry(None)))
         return target
 
     def restore(self, path: str | os.PathLike[str], effects: Effects) -> Restored:
         """Replace what the session holds with a carry, or with a session or slot file of the library, from disk.
 
-        What another layout wrote is rewritten; where that cannot be, the tokens are read again.
+        What another layout wrote is rewritten; where that cannot be, or where a library's file is damaged behind its
+        token list, the tokens are read again.
 
         Returns:
             What it came to.
@@ -111,8 +112,30 @@ class Storage:
         source = Path(path)
         if _magic(source) in _LIBRARY_FILES:
             return self._restore_library_file(source, effects)
-        core = self._core
         read = carries.read(source).carry
+        slots, is_foreign = self._fitting(read)
+        restored = self._put(read.state, slots, effects, refit=is_foreign)
+        self._take_samplers(read)
+        return restored
+
+    def take_over(self, read: Carry, effects: Effects) -> tuple[str, ...]:
+        """Replace what the session holds with a carry in memory; where its state cannot be used, nothing is.
+
+        Returns:
+            One phrase a change that the state needed.
+
+        Raises:
+            SplitctlError: the carry is damaged, of another model, or this context cannot hold it; the session is as it
+                was.
+        """
+        slots, is_foreign = self._fitting(read)
+        changes = effects.transfer.replace(read.state, slots(), refit=is_foreign)
+        self._take_samplers(read)
+        return changes
+
+    def _fitting(self, read: Carry) -> tuple[Callable[[], dict[int, Slot]], bool]:
+        """Refuse a carry of another session; give its sequences, and whether another layout wrote its state."""
+        core = self._core
         mine = self._fingerprint(read.fingerprint.representation.state_version)
         differing = [one.field for one in carries.check_fits(read, mine) if one.field != "n_seq_max"]
         unheld = [one.seq_id for one in read.sequences if one.seq_id not in core.slots]
@@ -126,10 +149,11 @@ class Storage:
             return fresh
 
         core.check_encoder(sum(int(slot.encoder_tokens.size) for slot in slots().values()))
-        restored = self._put(read.state, slots, effects, refit=bool(differing))
-        for slot in core.slots.values():
+        return slots, bool(differing)
+
+    def _take_samplers(self, read: Carry) -> None:
+        for slot in self._core.slots.values():
             slot.sampler = self._sampler(next((s for s in read.sequences if s.seq_id == slot.seq_id), None))
-        return restored
 
     def _restore_library_file(self, path: Path, effects: Effects) -> Restored:
         core = self._core
@@ -152,9 +176,9 @@ class Storage:
             fresh[0].n_past = n_tokens - 1
             return fresh
 
-        if n_rows not in {n_tokens, n_tokens - 1}:
+        if found.damage or n_rows not in {n_tokens, n_tokens - 1}:
             why = f"its token list has {n_tokens} entries and its cache {n_rows} rows"
-            return self._read_again(unread, effects, why)
+            return self._read_again(unread, effects, found.damage or why)
         restored = self._put(state, slots, effects, refit=True, unread=unread)
         slot = core.slots[0]
         if slot.n_past == n_tokens and not core.engine.live.seq_rm(0, n_tokens - 1, -1):
@@ -199,7 +223,8 @@ class Storage:
         effects.transfer.replace(memoryview(b""), slots())
         return Restored(recomputed=True, reason=f"the tokens were read again: {why}")
 
-    def _carry(self, sealed: Sealed | None) -> Carry:
+    def carry(self, sealed: Sealed | None) -> Carry:
+        """Give everything that travels, with a sealed state or without one; borrowed."""
         core = self._core
         adapters = self._adapter_list
         return Carry(

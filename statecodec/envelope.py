@@ -19,6 +19,9 @@ SEQUENCE_FILE_MAGIC = 0x67677371
 SEQUENCE_MAGIC = 0xAF143CD8
 """Source: llama.h (LLAMA_FILE_MAGIC_GGSN, LLAMA_FILE_MAGIC_GGSQ) and llama-context.cpp (io_magic)."""
 
+LIST_OFFSET = 12
+"""Where the token list of a file starts, in bytes: behind magic, version word and count."""
+
 FOREIGN_MAGICS: dict[bytes, str] = {
     b"ggsn": "a session file in the other byte order",
     b"ggsq": "a sequence file in the other byte order",

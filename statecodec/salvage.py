@@ -21,7 +21,7 @@ import numpy as np
 
 from statecodec.convert_length import cut, first_position
 from statecodec.cursor import Cursor, view
-from statecodec.envelope import Envelope, envelopes, listed_tokens, read_outputs
+from statecodec.envelope import LIST_OFFSET, Envelope, envelopes, listed_tokens, read_outputs
 from statecodec.errors import Ambiguous, NotRepresentable, StateFormatError, TrailingBytes, Truncated
 from statecodec.facts import NO_FACTS, ModelFacts
 from statecodec.image import AttentionSection, Change, Content, Section, StateImage, Stream, Tokens
@@ -61,6 +61,13 @@ class Salvage:
     tokens: Tokens | None
     damage: StateFormatError | None = None
     reason: str = ""
+
+    @property
+    def has_all_tokens(self) -> bool:
+        """Whether there is a token list and the damage is behind it."""
+        # Damage in a list is told at its count or at its place.
+        ends = 0 if self.tokens is None else LIST_OFFSET + self.tokens.words.nbytes
+        return self.tokens is not None and (self.damage is None or self.damage.offset >= ends)
 
 
 def salvage(buffer: Buffer, *, facts: ModelFacts | None = None, limits: Limits = DEFAULT_LIMITS) -> Salvage:

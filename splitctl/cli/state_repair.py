@@ -9,36 +9,36 @@ from splitctl.cli.state_facts import codec_facts, repair_facts
 from splitctl.cli.state_file import StateFile
 from splitctl.errors import SplitctlError
 from splitctl.facts import ModelFacts
-from statecodec import StateFormatError, StateImage, Tokens
+from statecodec import Salvage, StateFormatError, StateImage
 
 
 class NothingKept(SplitctlError):
     """A damaged state of which no cell is whole, or none that can be told."""
 
-    def __init__(self, path: Path, damage: StateFormatError, reason: str, tokens: Tokens | None) -> None:
+    def __init__(self, path: Path, damage: StateFormatError, found: Salvage) -> None:
         """Build from the facts.
 
         Args:
             path: the file.
             damage: what is wrong in it.
-            reason: why nothing is kept.
-            tokens: the token list that it begins with, as far as it is there.
+            found: what is sound: why no cell, and which tokens.
         """
         self.path = path
         self.damage = damage
-        self.reason = reason
-        self.tokens = [] if tokens is None else tokens.text.tolist()
-        self.has_media = tokens is not None and bool(tokens.media)
-        super().__init__(path, damage, reason, self.tokens)
+        self.reason = found.reason
+        self.tokens = [] if found.tokens is None else found.tokens.text.tolist()
+        self.can_restore = found.has_all_tokens and found.tokens is not None and not found.tokens.media
+        super().__init__(path, damage, found)
 
     def __str__(self) -> str:
         """Say what is wrong, why nothing is kept, and what can be done."""
         damage = self.damage
         place = f"{damage.field} at byte {damage.offset}: found {damage.found}, expected {damage.expected}"
         told = f"{place}. Nothing of the memory is kept: {self.reason}."
-        if self.tokens and not self.has_media:
+        if self.can_restore:
             return f"{told} {len(self.tokens)} tokens are whole: splitctl run --restore {self.path} reads them again."
-        return f"{told} Read the tokens again."
+        listed = f" The first {len(self.tokens)} tokens are there." if self.tokens else ""
+        return f"{told}{listed} Read the tokens again."
 
 
 def repaired(file: StateFile, facts: ModelFacts | None) -> StateImage:
@@ -63,7 +63,7 @@ def repaired(file: StateFile, facts: ModelFacts | None) -> StateImage:
         return found.image
     if found.damage is None:  # pragma: no cover - without damage there is an image
         raise AssertionError
-    raise NothingKept(file.path, found.damage, found.reason, found.tokens)
+    raise NothingKept(file.path, found.damage, found)
 
 
 __all__ = ["NothingKept", "repaired"]

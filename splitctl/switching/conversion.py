@@ -182,26 +182,32 @@ class Found:
         tokens: its token list.
         rows: positions that it holds, by sequence id (0 for a file of one sequence).
         has_media: whether an image or the like stands among the tokens.
+        damage: what is wrong behind the tokens; empty where nothing is.
     """
 
     tokens: tuple[int, ...]
     rows: Mapping[int, int]
     has_media: bool
+    damage: str = ""
 
 
 def look(state: memoryview) -> Found:
     """Read what a session or sequence file of the library, or a slot file of its server, holds.
 
     Raises:
-        statecodec.StateFormatError: the bytes do not parse.
+        statecodec.StateFormatError: the bytes do not parse, and no whole token list stands before the damage.
     """
-    image = statecodec.parse(state)
-    held = image.sequences()
-    rows = {0 if image.form.is_sequence else seq_id: span.pos_max + 1 for seq_id, span in held.items()}
-    if image.tokens is None:
+    found = statecodec.salvage(state)
+    image, tokens = found.image, found.tokens
+    if found.damage is not None and not found.has_all_tokens:
+        raise found.damage
+    held = {} if image is None else image.sequences()
+    rows = {0 if image is None or image.form.is_sequence else seq_id: span.pos_max + 1 for seq_id, span in held.items()}
+    if tokens is None:
         return Found((), rows, has_media=False)
-    words = tuple(int(token) for token in image.tokens.text)
-    return Found(words, rows, bool(image.tokens.media) or any(token < 0 for token in words))
+    words = tuple(int(token) for token in tokens.text)
+    has_media = bool(tokens.media) or any(token < 0 for token in words)
+    return Found(words, rows, has_media, "" if found.damage is None else str(found.damage))
 
 
 def _phrase(change: statecodec.Change) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from statecodec import Rotation, StateImage, TensorType, emit, parse, transcode
+from statecodec import ModelFacts, Rotation, StateImage, TensorType, emit, parse, salvage, transcode
 from tools.make_goldens import BUILDS
 
 _CAPTURE = Path(__file__).parents[2] / "tools" / "capture_state.py"
@@ -231,3 +231,25 @@ def test_the_first_tokens_go_on_from_there(lab: Lab) -> None:
     held, after = lab.restored(short, written(image))
     assert held == written(image)
     assert nmse(after, lab.natively(short)[1]) <= 1e-3
+
+
+@pytest.mark.parametrize("build", [_NEWEST, _BEFORE, _NINE])
+def test_what_is_whole_of_a_cut_state_goes_on_from_there(lab: Lab, build: str) -> None:
+    """A blob whose last V is cut goes on like one that was never longer; the streams before a cut like themselves."""
+    setting = Setting(build)
+    blob = lab.natively(setting)[0]
+    facts = ModelFacts(sections=("attention",))
+    row = parse(blob).sections[0].streams[0].values[-1].row_bytes  # type: ignore[union-attr]
+    image = salvage(blob[: -4 * row], facts=facts).image
+    assert image is not None
+    short = Setting(build, n_tokens=(8,))
+    held, after = lab.restored(short, written(image))
+    assert held == written(image)
+    assert nmse(after, lab.natively(short)[1]) <= 1e-3
+    streams = Setting(build, n_tokens=(5, 7, 12, 3), n_seq_max=4, seq_id=1, unified=False)
+    blob, logits = lab.natively(streams)
+    image = salvage(blob[: len(blob) * 2 // 3], facts=facts).image
+    assert image is not None
+    assert sorted(image.sequences()) == [0, 1]
+    _, after = lab.restored(streams, written(image))
+    assert nmse(after, logits) <= 1e-3

@@ -290,9 +290,14 @@ def test_a_files_tokens_are_kept_whatever_becomes_of_its_cells(streamed: bool) -
     assert image.tokens.text.tolist() == [7, 8]
     found = salvage(data[:-70], facts=_PLAIN)
     assert (found.image, _tokens(found)) == (None, [7, 8, 9])
+    assert found.has_all_tokens
     assert _tokens(salvage(data[:-70])) == [7, 8, 9]
-    assert _tokens(salvage(data[:21])) == [7, 8]
-    assert _tokens(salvage(data[:15])) is None
+    assert salvage(data[:24]).has_all_tokens
+    short = salvage(data[:21])
+    assert (_tokens(short), short.has_all_tokens) == ([7, 8], False)
+    none = salvage(data[:15])
+    assert (none.tokens, none.has_all_tokens) == (None, False)
+    assert salvage(data).has_all_tokens
 
 
 def _tokens(found: Salvage) -> list[int] | None:

@@ -131,7 +131,7 @@ def test_the_librarys_own_files_are_taken_in(open_session: Opener, files: Path, 
 
 
 def test_a_file_of_another_model_is_refused(open_session: Opener, files: Path, tmp_path: Path) -> None:
-    """A token outside the vocabulary, and bytes cut short: the session goes on as it was."""
+    """A token outside the vocabulary, and a token list that is cut: the session goes on as it was."""
     session, tokens = _prefilled(open_session)
     whole = (files / "slot").read_bytes()
     foreign = tmp_path / "foreign"
@@ -139,8 +139,24 @@ def test_a_file_of_another_model_is_refused(open_session: Opener, files: Path, t
     with pytest.raises(CarryMismatch, match="vocabulary"):
         session.restore(foreign)
     cut = tmp_path / "cut"
-    cut.write_bytes(whole[:-7])
+    cut.write_bytes(whole[:50])
     with pytest.raises(Exception, match="cut") as caught:
         session.restore(cut)
     assert not isinstance(caught.value, Refused)
     assert session.tokens() == tokens[:-1]
+
+
+def test_a_damaged_file_is_read_again_from_its_tokens(open_session: Opener, files: Path, tmp_path: Path) -> None:
+    """A slot file that is cut in its rows gives its tokens, and the restore says what happened (S31)."""
+    session = open_session(base(flash_attn=Flash.ON))
+    tokens = session.tokenize(PROMPT)
+    cut = tmp_path / "cut"
+    cut.write_bytes((files / "slot").read_bytes()[:-7])
+    restored = session.restore(cut)
+    assert restored.recomputed
+    assert "cut short" in restored.reason
+    assert session.tokens() == tokens
+    straight = open_session(base(flash_attn=Flash.ON))
+    straight.prefill(tokens)
+    pairs = [next(iter(one.generate(n=1, sampler=GREEDY))) for one in (session, straight)]
+    assert (pairs[0].id, pairs[0].pos) == (pairs[1].id, len(tokens))
