@@ -58,7 +58,14 @@ class CancelFlag:
 class Core:
     """The parts of a session."""
 
-    def __init__(self, engine: Engine, facts: ModelFacts, placement: Placement, cancel: CancelFlag) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        facts: ModelFacts,
+        placement: Placement,
+        cancel: CancelFlag,
+        arenas: tuple[Arena, Arena] | None = None,
+    ) -> None:
         """Hold the parts; ``placement`` is the one that the engine serves in, as the library resolved it."""
         self.engine = engine
         self.facts = facts
@@ -66,8 +73,7 @@ class Core:
         self.cancel = cancel
         self.turn = Turn()
         self.slots = {seq_id: Slot(seq_id) for seq_id in range(placement.n_seq_max)}
-        self.arena = Arena()
-        self.spare = Arena()
+        self.arena, self.spare = arenas or (Arena(), Arena())
         self.n_decodes = 0
         self.pending_shift = False
         self.state_shape: tuple[frozenset[int], tuple[str, ...], bool | None, tuple[bool, ...]] | None = None

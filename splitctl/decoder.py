@@ -92,7 +92,8 @@ class Decoder:
         if not slots:
             return
         for slot in slots:
-            self._core.check_room(slot.seq_id, 1)
+            # In one buffer of cells for all they need one each.
+            self._core.check_room(slot.seq_id, len(slots) if self._core.placement.kv_unified else 1)
         batch = Batch(
             [slot.tokens[-1] for slot in slots],
             [slot.n_past for slot in slots],
@@ -224,23 +225,39 @@ class Decoder:
 
     def cut(self, slot: Slot, n_tokens: int) -> None:
         """Keep a sequence's first ``n_tokens``; a memory that cannot be cut is filled from the tokens again."""
-        core = self._core
         tokens = slot.tokens[:n_tokens]
-        slot.take_rows(no_logits(), no_tokens())
-        if core.has_memory and core.engine.live.seq_rm(slot.seq_id, n_tokens - 1, -1):
-            slot.tokens, slot.n_past = tokens[:-1], n_tokens - 1
-            self._effects.transfer.reseal()
-            last = next(iter(batches(slot.seq_id, tokens[-1:], n_tokens - 1, 1, last_output=True)))
-            self.decode_new(slot, last, tell_sampler=False)
-            self._forget_draws_behind(slot)
-            return
-        if core.has_memory:
-            core.engine.live.seq_rm(slot.seq_id)
-        slot.tokens, slot.n_past = tokens[:0], 0
-        self._effects.transfer.reseal()
-        for batch in batches(slot.seq_id, tokens, 0, core.placement.n_batch, last_output=True):
+        kept = self.keep(slot, n_tokens - 1)
+        for batch in batches(slot.seq_id, tokens[kept:], kept, self._core.placement.n_batch, last_output=True):
             self.decode_new(slot, batch, tell_sampler=False)
         self._forget_draws_behind(slot)
+
+    def keep(self, slot: Slot, n_tokens: int) -> int:
+        """Cut a sequence to its first ``n_tokens``, or to none where its memory cannot be cut there; decodes nothing.
+
+        The sampler stays as it is, and so do the logits where nothing but an undecoded token goes.
+
+        Returns:
+            Tokens kept.
+        """
+        core = self._core
+        n_kept = n_tokens
+        if n_tokens < slot.n_past:
+            context = core.engine.live
+            if not core.has_memory:
+                n_kept = 0
+            elif not self._can_keep(slot, n_tokens) or not context.seq_rm(slot.seq_id, n_tokens, -1):
+                context.seq_rm(slot.seq_id)
+                n_kept = 0
+            slot.take_rows(no_logits(), no_tokens())
+        del slot.tokens[n_kept:]
+        slot.n_past = n_kept
+        self._effects.transfer.reseal()
+        return n_kept
+
+    def _can_keep(self, slot: Slot, n_tokens: int) -> bool:
+        """Tell whether the memory still holds all that a token after so many looks back at: a window moves on."""
+        oldest_seen = max(0, n_tokens - self._core.model.n_swa) if self._core.model.n_swa else 0
+        return n_tokens > 0 and 0 <= self._core.engine.live.pos_min(slot.seq_id) <= oldest_seen
 
     def _forget_draws_behind(self, slot: Slot) -> None:
         """Let penalties look back at the tokens that are left; the random draws go on where they were."""

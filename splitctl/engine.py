@@ -123,13 +123,24 @@ class Engine:
         *,
         embeddings: bool = False,
         is_cancelled: Callable[[], bool] = lambda: False,
+        on_tick: Callable[[], None] | None = None,
     ) -> None:
-        """Hold what every placement of this session has in common."""
+        """Hold what every placement of this session has in common.
+
+        Args:
+            library: the open library.
+            model_path: the GGUF.
+            adapters: loaded again whenever the model is.
+            embeddings: whether contexts compute embeddings.
+            is_cancelled: asked while the library works.
+            on_tick: called while the library works, as often as it calls back: a sign that it does not hang.
+        """
         self.library = library
         self.model_path = model_path
         self.adapters = tuple(adapters)
         self.embeddings = embeddings
         self.is_cancelled = is_cancelled
+        self.on_tick = on_tick
         self.model: Model | None = None
         self.context: Context | None = None
         self._live_adapters: list[Adapter] = []
@@ -146,6 +157,8 @@ class Engine:
         """
 
         def on_progress(share: float) -> bool:
+            if self.on_tick is not None:
+                self.on_tick()
             if progress is not None:
                 progress(share)
             return not (cancellable and self.is_cancelled())
@@ -174,7 +187,7 @@ class Engine:
             self.context = Context(
                 self.model,
                 context_params(placement, embeddings=self.embeddings),
-                abort=self.is_cancelled if abortable else None,
+                abort=self._polled() if abortable else None,
             )
         finally:
             stop()
@@ -190,6 +203,18 @@ class Engine:
             n_ubatch=self.context.n_ubatch,
             flash_attn=_resolved_flash_attn(placement, said),
         )
+
+    def _polled(self) -> Callable[[], bool]:
+        """Give what the library asks between two nodes of a graph."""
+        tick, is_cancelled = self.on_tick, self.is_cancelled
+        if tick is None:
+            return is_cancelled
+
+        def poll() -> bool:
+            tick()
+            return is_cancelled()
+
+        return poll
 
     def rebuild(self, placement: Placement) -> None:
         """Throw the context away and make a new, empty one on the same model; adapters are loaded and applied again."""

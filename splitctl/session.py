@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llama_native import Model
+    from splitctl.arena import Arena
     from splitctl.facts import ModelFacts
     from splitctl.sequence import SamplerSpec
     from splitctl.slot import Slot
@@ -71,13 +72,14 @@ class Session:
         cancel: threading.Event | None = None,
         progress: Callable[[float], None] | None = None,
         force: bool = False,
-    ) -> Session:
+        arenas: tuple[Arena, Arena] | None = None,
+        on_tick: Callable[[], None] | None = None,
+    ) -> Self:
         """Load a model and open a context.
 
         Args:
             model_path: the GGUF, or the first part of a split one.
-            placement: where and how; None: llama.cpp's defaults. What it leaves to the library is resolved and fixed:
-                context size, flash attention, threads.
+            placement: where and how; None: llama.cpp's defaults. What it leaves to the library is resolved and fixed.
             library: the open library; None opens the first usable one.
             adapters: LoRA files and their scales, applied in this order; they travel with every switch.
             embeddings: also compute embeddings (models without logits need it).
@@ -85,6 +87,8 @@ class Session:
             cancel: set it to end a load, a prompt or a switch early.
             progress: told the loaded share, 0.0 to 1.0.
             force: open also what only a try in a child process speaks against.
+            arenas: memory for saved states that outlives the process; None: memory of its own.
+            on_tick: called while the library works, as often as it calls back: a sign that it does not hang.
 
         Raises:
             Refused: a rule or the probe refuses the placement; nothing was loaded.
@@ -109,16 +113,16 @@ class Session:
             loaded,
             embeddings=embeddings or facts.is_encoder_only,
             is_cancelled=flag.is_set,
+            on_tick=on_tick,
         )
         try:
             engine.place(wanted, progress)
             resolved = engine.build(wanted)
-            core = Core(engine, facts, resolved, flag)
-            storage = Storage(core)
+            core = Core(engine, facts, resolved, flag, arenas)
+            return cls(core, checker, Storage(core))
         except BaseException:
             engine.free()
             raise
-        return cls(core, checker, storage)
 
     @property
     def placement(self) -> Placement:
@@ -205,8 +209,7 @@ class Session:
         with self._working("reading a prompt"):
             self._decoder.settle(slot)
             self._core.check_room(seq_id, len(tokens))
-        n_batch = self._core.placement.n_batch
-        done, n = 0, len(tokens)
+        done, n, n_batch = 0, len(tokens), self._core.placement.n_batch
         while done < n:
             with self._working("reading a prompt"):
                 chunk = tokens[done : done + min(n_batch, self._core.placement.n_batch)]

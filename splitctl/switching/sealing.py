@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import xxhash
 
 import statecodec
+from splitctl.arena import Arena
 from splitctl.core import Core
 
 
@@ -33,6 +35,16 @@ class Sealed:
     n_sequences: int
     version: int = 0
     is_foreign: bool = False
+
+
+class SealWatch(Protocol):
+    """Is told what the session's arenas hold. Thread: the session's turn guards it; it must not call back in."""
+
+    def unsealing(self, arena: Arena) -> None:
+        """Hear that an arena is about to be overwritten."""
+
+    def sealed(self, sealed: Sealed, arena: Arena) -> None:
+        """Hear that a state lies sealed in an arena; what this raises fails the sealing."""
 
 
 class Digest:
@@ -121,4 +133,4 @@ def _missing_cells(image: statecodec.StateImage, wanted: Mapping[int, int]) -> s
     return "" if cells == whole else f"the saved bytes hold (cells, first position) {cells}, the session counts {whole}"
 
 
-__all__ = ["Digest", "Sealed", "contradictions"]
+__all__ = ["Digest", "SealWatch", "Sealed", "contradictions"]

@@ -6,6 +6,8 @@ Laws:
     1. A sealed original is untouched from SEALING until SERVE; a save meanwhile goes beside it.
     2. Nothing reaches the library that has not been parsed and held against the session.
     3. After a restore that failed the context is thrown away.
+    4. Who watches the seals is told of a sealed state before anything is freed, and before an arena is overwritten; the
+       newest state that it was told of is untouched while another is saved.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from llama_native import CallFailed, NativeError, state_get, state_set, state_si
 from splitctl.errors import CannotConvert, CarryDamaged, Refused, SplitctlError, StateUnsound
 from splitctl.outcome import Reason
 from splitctl.switching import conversion
-from splitctl.switching.sealing import Digest, Sealed, contradictions
+from splitctl.switching.sealing import Digest, Sealed, SealWatch, contradictions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,6 +41,9 @@ class Transfer:
         self.core = core
         self.kept: Sealed | None = None
         self.conversions: tuple[str, ...] = ()
+        self.watch: SealWatch | None = None
+        self.told: Arena | None = None
+        """Which arena holds the newest state that the watch was told of."""
         self._saved: tuple[memoryview, Mapping[int, tuple[int, int]]] | None = None
         self._fresh: Sealed | None = None
         self._plan: conversion.Plan | None = None
@@ -70,6 +75,7 @@ class Transfer:
             self._plan = conversion.plan(self.core.placement, target)
         if self._plan is not None and not self._plan.is_quantized:
             self._convert(self._fresh.view, self._plan, None)
+        self.tell(self._fresh)
 
     def _convert(self, state: memoryview, plan: conversion.Plan, shown: memoryview | None) -> None:
         try:
@@ -131,9 +137,7 @@ class Transfer:
         given, digest = sealed.view, sealed.digest
         if self._converted is not None:
             given, digest = self._converted, xxhash.xxh3_128_digest(self._converted)
-        arena = self._other_arena(sealed)
-        arena.reserve(len(given))
-        view = arena.view(len(given))
+        view = self._writable(self._other_arena(sealed), len(given))
         n = state_get(core.engine.live, view)
         if n != len(given):
             return f"{len(given)} bytes were restored and {n} read back"
@@ -177,6 +181,14 @@ class Transfer:
         """Keep a trial's original in step with a change of the memory that no decode was part of."""
         if self.kept is not None:
             self.kept = dataclasses.replace(self.snapshot(), is_foreign=self._plan is not None)
+            self.tell(self.kept)
+
+    def tell(self, sealed: Sealed) -> None:
+        """Tell who watches that a state lies sealed where it is."""
+        if self.watch is not None and self.core.has_memory:
+            arena = self.core.arena if self.core.arena.holds(sealed.view) else self.core.spare
+            self.watch.sealed(sealed, arena)
+            self.told = arena
 
     def replace(self, state: memoryview, slots: dict[int, Slot], *, refit: bool = False) -> tuple[str, ...]:
         """Put other sequences in place of those that the session holds.
@@ -252,9 +264,10 @@ class Transfer:
         context = core.engine.live
         positions = core.positions()
         n_bytes = state_size(context)
-        arena = core.arena if self.kept is None else self._other_arena(self.kept)
-        arena.reserve(n_bytes)
-        view = arena.view(n_bytes)
+        arena = core.arena if self.told is not core.arena else core.spare
+        if self.kept is not None:
+            arena = self._other_arena(self.kept)
+        view = self._writable(arena, n_bytes)
         written = state_get(context, view)
         if written != n_bytes:
             raise StateUnsound(f"the library announced {n_bytes} bytes of state and wrote {written}")
@@ -311,6 +324,14 @@ class Transfer:
             n = state_set(core.engine.live, state)
             if n != len(state):
                 raise CallFailed("llama_state_set_data", n, core.engine.library.log.tail(4))
+
+    def _writable(self, arena: Arena, n_bytes: int) -> memoryview:
+        """Give room in an arena for other bytes than it holds."""
+        if self.watch is not None:
+            self.watch.unsealing(arena)
+        self.told = None if self.told is arena else self.told
+        arena.reserve(n_bytes)
+        return arena.view(n_bytes)
 
     def _other_arena(self, sealed: Sealed) -> Arena:
         core = self.core
