@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from splitctl.facts import ModelFacts
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -107,6 +109,13 @@ class Fingerprint:
             Differences of identity, then of representation; each in the order of the fields.
         """
         return _differences(self.identity, session.identity), _differences(self.representation, session.representation)
+
+
+def rope_settings(facts: ModelFacts) -> tuple[tuple[str, str], ...]:
+    """Return the header's scalar rope settings as a fingerprint has them: name and value as text, sorted by name."""
+    return tuple(
+        sorted((key.split(".rope.", 1)[1], str(value)) for key, value in facts.rope if not isinstance(value, tuple))
+    )
 
 
 def _differences(carried: Identity | Representation, wanted: Identity | Representation) -> tuple[Difference, ...]:

@@ -17,7 +17,7 @@ import xxhash
 from splitctl import carry as carries
 from splitctl.carry import Carry
 from splitctl.errors import CannotConvert, CarryDamaged, CarryMismatch, Refused, SplitctlError, StateUnsound
-from splitctl.fingerprint import Adapter, Difference, Fingerprint, Identity, Representation
+from splitctl.fingerprint import Adapter, Difference, Fingerprint, Identity, Representation, rope_settings
 from splitctl.placement import FlashAttn
 from splitctl.sampler import Sampler
 from splitctl.sequence import SamplerSpec
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from splitctl.core import Core
-    from splitctl.facts import ModelFacts
     from splitctl.sequence import SequenceCarry
     from splitctl.switching.effects import Effects
     from splitctl.switching.sealing import Sealed
@@ -278,13 +277,6 @@ class Storage:
         sampler = Sampler(self._core.engine.library, sequence.sampler, self._core.n_vocab)
         sampler.replay(sequence.accepted.tolist(), sequence.n_draws)
         return sampler
-
-
-def rope_settings(facts: ModelFacts) -> tuple[tuple[str, str], ...]:
-    """Return the header's scalar rope settings as a fingerprint has them: name and value as text, sorted by name."""
-    return tuple(
-        sorted((key.split(".rope.", 1)[1], str(value)) for key, value in facts.rope if not isinstance(value, tuple))
-    )
 
 
 def _fill(slot: Slot, sequence: SequenceCarry) -> None:

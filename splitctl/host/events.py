@@ -1,0 +1,158 @@
+"""What happens to a hosted session, for whoever watches it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchStage:
+    """Where a switch is.
+
+    Attributes:
+        stage: its name.
+        share: of it that is done, 0 to 1.
+    """
+
+    stage: str
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchEnded:
+    """A switch is over, whichever way.
+
+    Attributes:
+        outcome: the outcome object of the contract.
+    """
+
+    outcome: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TrialEnded:
+    """The first decode after a switch is done: the switch is confirmed, or was fallen back from.
+
+    Attributes:
+        outcome: the outcome object as it is now.
+    """
+
+    outcome: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGone:
+    """The worker was lost.
+
+    Attributes:
+        pid: its process id.
+        reason: how it ended, and its last words.
+    """
+
+    pid: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecovered:
+    """A new worker serves.
+
+    Attributes:
+        pid: its process id.
+        mode: the split mode that it serves in.
+        recomputed: tokens were read again.
+        ms: from the loss until now, ms.
+    """
+
+    pid: int
+    mode: str
+    recomputed: bool
+    ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class SessionParked:
+    """No worker can serve the session; it lies on disk.
+
+    Attributes:
+        path: where; None where it could not be written.
+        reason: why.
+    """
+
+    path: Path | None
+    reason: str
+
+
+HostEvent = SwitchStage | SwitchEnded | TrialEnded | WorkerGone | SessionRecovered | SessionParked
+
+#: Events that lie waiting for one watcher; of a slower one the oldest are dropped.
+_MOST_WAITING = 1024
+
+
+class Hub:
+    """Passes events on to everybody who watches.
+
+    Thread: the supervisor's loop.
+    """
+
+    def __init__(self) -> None:
+        """Begin without anybody."""
+        self._watchers: set[_Watcher] = set()
+        self._is_closed = False
+
+    def tell(self, event: HostEvent) -> None:
+        """Pass an event on."""
+        for watcher in self._watchers:
+            watcher.waiting.append(event)
+            watcher.bell.set()
+
+    def subscribe(self) -> AsyncIterator[HostEvent]:
+        """Begin to watch, from this moment on; the iterator ends with the session."""
+        watcher = _Watcher()
+        if not self._is_closed:
+            self._watchers.add(watcher)
+        return self._events(watcher)
+
+    def close(self) -> None:
+        """Let all watchers come to their end."""
+        self._is_closed = True
+        for watcher in self._watchers:
+            watcher.bell.set()
+
+    async def _events(self, watcher: _Watcher) -> AsyncIterator[HostEvent]:
+        try:
+            while True:
+                while watcher.waiting:
+                    yield watcher.waiting.popleft()
+                if self._is_closed:
+                    return
+                watcher.bell.clear()
+                await watcher.bell.wait()
+        finally:
+            self._watchers.discard(watcher)
+
+
+class _Watcher:
+    """One who watches."""
+
+    def __init__(self) -> None:
+        """Wait for the first event."""
+        self.waiting: deque[HostEvent] = deque(maxlen=_MOST_WAITING)
+        self.bell = asyncio.Event()
+
+
+__all__ = [
+    "HostEvent",
+    "Hub",
+    "SessionParked",
+    "SessionRecovered",
+    "SwitchEnded",
+    "SwitchStage",
+    "TrialEnded",
+    "WorkerGone",
+]

@@ -1,0 +1,116 @@
+"""What is tried after a worker was lost, and in which order. Pure.
+
+Laws:
+    1. The placement that the session is at home in comes first: where it served before the switch that is under way or
+       on trial, once that has sealed; else where it serves.
+    2. A sealed carry is tried before tokens are read again, and only while its arena still holds it.
+    3. Nothing is tried twice for ever: a loss without a token since the last one goes on to the next attempt.
+    4. The last attempt but parking is to serve without the streams over which workers died: one request does not take
+       the session from everybody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from splitctl.keeping import Seal
+from splitctl.placement import Placement
+
+#: Workers that may die one after the other while they had nothing to do, before that counts as a failed attempt.
+_IDLE_LOSSES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One thing to try.
+
+    Attributes:
+        placement: where.
+        seal: the carry to begin with; None: all tokens are read again.
+        drops_streams: the streams that have had no token since the last loss are ended first.
+    """
+
+    placement: Placement
+    seal: Seal | None = None
+    drops_streams: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What is known when a worker is lost.
+
+    Attributes:
+        home: where the session belongs.
+        seal: the carry that goes with it; None where there is none.
+        previous: where it served before that; None where it did not.
+        target: where a switch was to bring it; None without one under way or on trial.
+        had_progress: a token has come since the last loss, or there was none.
+        was_idle: the worker had nothing to do.
+    """
+
+    home: Placement
+    seal: Seal | None = None
+    previous: Placement | None = None
+    target: Placement | None = None
+    had_progress: bool = True
+    was_idle: bool = False
+
+
+def attempts(loss: Loss) -> tuple[Attempt, ...]:
+    """Give what is to be tried, best first.
+
+    Args:
+        loss: what is known.
+
+    Returns:
+        The attempts; after the last one the session is parked.
+    """
+    found = [Attempt(loss.home)]
+    if loss.seal is not None:
+        found.insert(0, Attempt(loss.home, loss.seal))
+    # The placement of a switch that has just died is no refuge from it.
+    taken = [loss.home] if loss.target is None else [loss.home, loss.target]
+    if loss.previous is not None and all(loss.previous.differs(one) for one in taken):
+        found.append(Attempt(loss.previous))
+    return (*found, Attempt(loss.home, drops_streams=True))
+
+
+class Recovery:
+    """Where the session stands in its attempts."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._left: list[Attempt] = []
+        self._n_idle = 0
+
+    def lost(self, loss: Loss) -> None:
+        """Note that a serving worker is gone.
+
+        Args:
+            loss: what is known.
+        """
+        self._n_idle = 0 if loss.had_progress or not loss.was_idle else self._n_idle + 1
+        is_loop = not loss.had_progress and loss.target is None
+        if is_loop and loss.was_idle and self._n_idle <= _IDLE_LOSSES:
+            is_loop = False
+        if not is_loop:
+            self._left = list(attempts(loss))
+
+    def next(self, seals: Collection[Seal]) -> Attempt | None:
+        """Give what is to be tried now.
+
+        Args:
+            seals: the carries that arenas still hold.
+
+        Returns:
+            The attempt; None: nothing is left, the session is to be parked.
+        """
+        while self._left:
+            attempt = self._left.pop(0)
+            if attempt.seal is None or attempt.seal in seals:
+                return attempt
+        return None
+
+
+__all__ = ["Attempt", "Loss", "Recovery", "attempts"]

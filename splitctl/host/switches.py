@@ -1,0 +1,369 @@
+"""The switches of a hosted session as its supervisor follows them: under way, on trial, over. Pure.
+
+Laws:
+    1. A switch ends with one outcome, whoever is left to tell it: the worker, or this module when the worker is gone.
+    2. A carry counts as sealed from the report that says so to the one that says that it is about to be overwritten.
+    3. Requested and effective are two fields, here too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from splitctl.errors import SplitctlError
+from splitctl.host.books import ReportWrong
+from splitctl.host.orders import Sealed, StageReached, Switched, Trial
+from splitctl.host.recovery import Loss
+from splitctl.keeping import Seal
+from splitctl.outcome import Reason, StageTimes, SwitchOutcome, SwitchStatus
+from splitctl.placement import Placement
+from splitctl.switching.machine import FALLING_BACK, Stage
+
+#: Outcomes that are kept, for what a switch will take.
+_KEPT = 256
+
+_BACK = FALLING_BACK | {Stage.RECOMPUTING, Stage.PARKING}
+"""Stages after something failed: where it failed is the stage before."""
+
+_SECONDS = 1e3
+
+
+@dataclass(slots=True)
+class UnderWay:
+    """A switch that a worker is at.
+
+    Attributes:
+        order: number of the order.
+        target: what was asked for.
+        original: where the session served when it was asked.
+        started_at: when, seconds of the supervisor's clock.
+        stage: where it is.
+        failed_at: the last stage before it went back, if it did.
+        seal: the carry that it has sealed.
+        is_cancelled: it was asked to end.
+        is_late: the token boundary did not come in time; it is cancelled for that.
+        stages_ms: time of the stages that are over, ms.
+        stage_at: when the present stage began.
+    """
+
+    order: int
+    target: Placement
+    original: Placement
+    started_at: float
+    stage: Stage = Stage.QUIESCING
+    failed_at: Stage | None = None
+    seal: Seal | None = None
+    is_cancelled: bool = False
+    is_late: bool = False
+    stages_ms: dict[str, float] = field(default_factory=dict)
+    stage_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class OnTrial:
+    """A switch whose first decode is still to come.
+
+    Attributes:
+        original: where the session goes if that fails.
+        seal: the carry that goes with it.
+        outcome: the outcome as the worker gave it.
+    """
+
+    original: Placement
+    seal: Seal | None
+    outcome: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Past:
+    """A switch that is over: the modes, how it ended, and how long it took, seconds."""
+
+    before: str
+    after: str
+    status: str
+    took_s: float
+
+
+class Switches:
+    """All switches of one session.
+
+    Thread: the supervisor's loop, alone.
+    """
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self.under_way: UnderWay | None = None
+        self.trial: OnTrial | None = None
+        self.last: dict[str, Any] | None = None
+        self.effective: Placement | None = None
+        self.previous: Placement | None = None
+        self._seals: dict[int, Seal] = {}
+        self._past: deque[_Past] = deque(maxlen=_KEPT)
+
+    @property
+    def seals(self) -> tuple[Seal, ...]:
+        """The carries that arenas hold, oldest first."""
+        return tuple(self._seals.values())
+
+    def serve_in(self, placement: Placement) -> None:
+        """Note where the session serves now."""
+        if self.effective is not None and self.effective.differs(placement):
+            self.previous = self.effective
+        self.effective = placement
+
+    # ---- what is asked and told ----
+
+    def begin(self, order: int, target: Placement, now: float) -> UnderWay:
+        """Take a switch that a worker is ordered to do."""
+        if self.effective is None:
+            raise ReportWrong("a switch of a session that serves nowhere")
+        self.under_way = UnderWay(order, target, self.effective, now, stage_at=now)
+        return self.under_way
+
+    def reached(self, report: StageReached, now: float) -> Stage:
+        """Note where the switch is.
+
+        Raises:
+            ReportWrong: there is none, or no such stage.
+        """
+        switch = self._of(report.order)
+        try:
+            stage = Stage(report.stage)
+        except ValueError as error:
+            raise ReportWrong(f"a switch in a stage {report.stage!r:.40}") from error
+        if stage is not switch.stage:
+            self._leave(switch, now)
+            if stage in _BACK and switch.failed_at is None:
+                switch.failed_at = switch.stage
+            switch.stage = stage
+        return stage
+
+    def sealed(self, report: Sealed) -> None:
+        """Note that an arena holds a carry."""
+        self._seals.pop(report.seal.arena, None)
+        self._seals[report.seal.arena] = report.seal
+        if self.under_way is not None:
+            self.under_way.seal = report.seal
+
+    def unsealed(self, arena: int) -> None:
+        """Note that an arena holds none any more."""
+        self._seals.pop(arena, None)
+
+    def switched(self, report: Switched, now: float) -> dict[str, Any]:
+        """Take the outcome of the switch under way.
+
+        Returns:
+            The outcome, with what only the supervisor knows put right.
+
+        Raises:
+            ReportWrong: it is no outcome.
+        """
+        switch = self._of(report.order)
+        outcome = dict(report.outcome)
+        status, effective = read_outcome(outcome)
+        if status is SwitchStatus.CANCELLED and switch.is_late:
+            text = "the token boundary did not come in time; give the switch a longer timeout"
+            outcome |= {
+                "status": SwitchStatus.REFUSED.value,
+                "reason": text,
+                "reasons": [{"code": "busy", "text": text}],
+                "stage": Stage.QUIESCING.value,
+            }
+        if status is SwitchStatus.PARKED:
+            # Not the end: a new worker may find the room that this one did not.
+            return outcome
+        self.under_way = None
+        if status is SwitchStatus.SWITCHED and not outcome.get("confirmed"):
+            self.trial = OnTrial(switch.original, switch.seal, outcome)
+        elif switch.seal is not None:
+            self.trial = None
+        if effective is not None:
+            self.serve_in(effective)
+        self._keep(outcome, switch, now)
+        return outcome
+
+    def tried(self, report: Trial) -> dict[str, Any]:
+        """Take the outcome of a switch after its first decode.
+
+        Raises:
+            ReportWrong: it is no outcome.
+        """
+        status, effective = read_outcome(report.outcome)
+        if status is SwitchStatus.PARKED:
+            # As above: the trial is over when the session serves again, or nothing is left to try.
+            return dict(report.outcome)
+        self.trial = None
+        self.last = dict(report.outcome)
+        if status is not SwitchStatus.SWITCHED:
+            self._fall_back(effective)
+        return self.last
+
+    # ---- a worker is gone ----
+
+    def loss(self, *, had_progress: bool, was_idle: bool) -> Loss:
+        """Say where the session belongs, now that its worker is gone.
+
+        Raises:
+            ReportWrong: it has never served.
+        """
+        if self.effective is None:
+            raise ReportWrong("a session that has never served")
+        home: Placement = self.effective
+        seal = self.seals[-1] if self._seals else None
+        switch, trial = self.under_way, self.trial
+        target = None if switch is None else switch.target
+        if switch is not None and switch.seal is not None:
+            home, seal = switch.original, switch.seal
+        elif trial is not None:
+            home, seal, target = trial.original, trial.seal, self.effective
+        held = seal if seal in self.seals else None
+        return Loss(home, held, self.previous, target, had_progress, was_idle)
+
+    def recovered(
+        self,
+        placement: Placement | None,
+        reason: str,
+        *,
+        recomputed: bool,
+        held: tuple[int, int],
+        now: float,
+        lost_at: float,
+    ) -> list[dict[str, Any]]:
+        """End what was under way or on trial when the worker was lost.
+
+        Args:
+            placement: where the session serves now; None: it is parked.
+            reason: how the worker ended.
+            recomputed: tokens were read again.
+            held: sequences and tokens that the session holds.
+            now: seconds of the supervisor's clock.
+            lost_at: when the worker was lost.
+
+        Returns:
+            The outcomes: of the switch that was on trial, then of the one under way.
+        """
+        outcomes = []
+        switch, trial = self.under_way, self.trial
+        fallback_ms = (now - lost_at) * _SECONDS
+        if trial is not None and (switch is None or switch.seal is None):
+            self.last = _trial_lost(trial.outcome, placement, reason, recomputed=recomputed, fallback_ms=fallback_ms)
+            outcomes.append(self.last)
+        if switch is not None:
+            self._leave(switch, lost_at)
+            outcome = _switch_lost(switch, placement, reason, recomputed=recomputed, held=held)
+            outcome |= {"total_ms": (now - switch.started_at) * _SECONDS, "fallback_ms": fallback_ms}
+            outcomes.append(outcome)
+            self._keep(outcome, switch, now)
+        self.trial = self.under_way = None
+        if outcomes:
+            self._fall_back(placement)
+        elif placement is not None:
+            self.serve_in(placement)
+        return outcomes
+
+    def summary(self) -> dict[str, Any]:
+        """Tell the switches so far: how many, how they ended, and what those that succeeded took."""
+        ended = Counter(one.status for one in self._past)
+        ways = sorted({(one.before, one.after) for one in self._past if one.status == SwitchStatus.SWITCHED.value})
+        took = [{"from": one, "to": other, "median_s": self.expected_s(one, other)} for one, other in ways]
+        return {"count": len(self._past), "ended": dict(ended), "took": took}
+
+    def expected_s(self, before: str, after: str) -> float | None:
+        """Say what a switch between two modes has taken so far, seconds; None where there was none."""
+        wanted = (before, after, SwitchStatus.SWITCHED.value)
+        times = [one.took_s for one in self._past if (one.before, one.after, one.status) == wanted]
+        return median(times) if times else None
+
+    def _of(self, order: int) -> UnderWay:
+        if self.under_way is None or self.under_way.order != order:
+            raise ReportWrong(f"a switch {order}, which is not under way")
+        return self.under_way
+
+    def _leave(self, switch: UnderWay, now: float) -> None:
+        """End the time of the present stage."""
+        if switch.stage.value in StageTimes.__slots__:
+            spent = switch.stages_ms.get(switch.stage.value, 0.0)
+            switch.stages_ms[switch.stage.value] = spent + (now - switch.stage_at) * _SECONDS
+        switch.stage_at = now
+
+    def _fall_back(self, placement: Placement | None) -> None:
+        """Serve where the session came from; what has just failed is no place to go back to."""
+        if placement is not None:
+            self.effective = placement
+        self.previous = None
+        if self.under_way is None and self._past and self.last is not None:
+            self._past[-1].status = str(self.last["status"])
+
+    def _keep(self, outcome: dict[str, Any], switch: UnderWay, now: float) -> None:
+        self.last = outcome
+        took_s = now - switch.started_at
+        self._past.append(_Past(switch.original.mode.value, switch.target.mode.value, str(outcome["status"]), took_s))
+
+
+def read_outcome(outcome: Mapping[str, Any]) -> tuple[SwitchStatus, Placement | None]:
+    """Read status and effective placement out of a worker's outcome.
+
+    Raises:
+        ReportWrong: it has none, or they contradict each other.
+    """
+    try:
+        status = SwitchStatus(outcome["status"])
+        plain = outcome["effective_placement"]
+        effective = None if plain is None else Placement.from_json(plain)
+        Placement.from_json(outcome["requested_placement"])
+        str(outcome["requested"])
+    except (KeyError, TypeError, ValueError, AttributeError, SplitctlError) as error:
+        raise ReportWrong(f"an outcome that is none ({error})") from error
+    if (effective is None) != (status is SwitchStatus.PARKED):
+        raise ReportWrong(f"an outcome of status {status.value} with effective placement {effective}")
+    return status, effective
+
+
+def _switch_lost(
+    switch: UnderWay, placement: Placement | None, reason: str, *, recomputed: bool, held: tuple[int, int]
+) -> dict[str, Any]:
+    """Compose the outcome of a switch whose worker is gone."""
+    status = SwitchStatus.CANCELLED if switch.is_cancelled and not switch.is_late else SwitchStatus.FELL_BACK
+    return SwitchOutcome(
+        status=SwitchStatus.PARKED if placement is None else status,
+        requested_placement=switch.target,
+        effective_placement=placement,
+        reason=reason,
+        reasons=(Reason("worker-lost", reason),),
+        stage=switch.failed_at or switch.stage,
+        recomputed=recomputed,
+        stages_ms=StageTimes(**switch.stages_ms),
+        state_bytes=None if switch.seal is None else switch.seal.state_bytes,
+        n_sequences=held[0],
+        n_tokens=held[1],
+    ).to_json()
+
+
+def _trial_lost(
+    outcome: Mapping[str, Any], placement: Placement | None, reason: str, *, recomputed: bool, fallback_ms: float
+) -> dict[str, Any]:
+    """Compose the outcome of a switch whose first decode took the worker with it."""
+    text = f"the first decode after the switch failed: {reason}"
+    total_ms = outcome.get("total_ms")
+    return {
+        **outcome,
+        "status": (SwitchStatus.PARKED if placement is None else SwitchStatus.FELL_BACK).value,
+        "effective": None if placement is None else placement.mode.value,
+        "effective_placement": None if placement is None else placement.to_json(),
+        "confirmed": False,
+        "recomputed": recomputed,
+        "reason": text,
+        "reasons": [{"code": "trial-failed", "text": text}],
+        "stage": Stage.TRIAL.value,
+        "total_ms": (total_ms if isinstance(total_ms, int | float) else 0.0) + fallback_ms,
+        "fallback_ms": fallback_ms,
+        "conversions": [],
+        "peak_device_bytes": [],
+    }
+
+
+__all__ = ["OnTrial", "Switches", "UnderWay", "read_outcome"]
