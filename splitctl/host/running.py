@@ -306,8 +306,16 @@ def _switch(session: Session, request: RunRequest, emit: Emit, state: _Run) -> N
     if request.convert and _refused_for_its_cache(outcome, target):
         # The mode is what was asked for; a cache type that it cannot have gives way, and the outcome lists it.
         emit(Progress("switch: another cache type", None, f"{outcome.reason}; going on with f16"))
-        outcome = switch(dataclasses.replace(target, type_k=PLAIN_CACHE, type_v=PLAIN_CACHE))
+        plain = switch(dataclasses.replace(target, type_k=PLAIN_CACHE, type_v=PLAIN_CACHE))
+        outcome = plain if plain.status is not SwitchStatus.REFUSED else _refused_twice(outcome, plain)
     _book_switch(outcome, session, state)
+
+
+def _refused_twice(asked: SwitchOutcome, plain: SwitchOutcome) -> SwitchOutcome:
+    """Give the outcome of what was asked for, with why another cache type does not help."""
+    more = tuple(reason for reason in plain.reasons if reason not in asked.reasons)
+    reason = f"{asked.reason}; and with a cache of {PLAIN_CACHE}: {plain.reason}"
+    return dataclasses.replace(asked, reason=reason, reasons=(*asked.reasons, *more))
 
 
 def _book_switch(outcome: SwitchOutcome, session: Session, state: _Run) -> None:
@@ -349,7 +357,8 @@ def _generate(session: Session, request: RunRequest, emit: Emit, cancel: threadi
         state.stopped = "context"
     finally:
         state.generate_ms = _ms_since(started)
-        if session.last_switch is not None and state.switch is not None:
+        was_refused = state.switch is not None and state.switch["status"] == SwitchStatus.REFUSED.value
+        if session.last_switch is not None and state.switch is not None and not was_refused:
             # The trial decides only now: it confirms the switch, or falls back from it.
             _book_switch(session.last_switch, session, state)
         _pass_on(held.rest(), emit, state)
