@@ -38,6 +38,8 @@ from splitctl.host.requests import (
 from splitctl.host.wire import MessageInvalid, from_line
 
 _CHUNK_BYTES = 1 << 16
+#: Turns of the loop from accepting a connection to its handler.
+_STEPS_TO_A_HANDLER = 4
 #: A request that is longer is read by a thread: the loop has tokens to pass on [bytes].
 _LONG_BYTES = 1 << 16
 
@@ -136,6 +138,7 @@ class ControlServer:
         self._limits = limits
         self._n_pending_bytes = 0
         self._handlers: set[asyncio.Task[None]] = set()
+        self._asking: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
     @property
@@ -155,7 +158,14 @@ class ControlServer:
         """Take no more connections, let answers under way end for a while, and close."""
         if self._server is None:
             return
+        for listening in self._server.sockets:
+            asyncio.get_running_loop().remove_reader(listening.fileno())
+        # Connections that were accepted get their handlers first: a closed server drops them half made.
+        for _ in range(_STEPS_TO_A_HANDLER):
+            await asyncio.sleep(0)
         self._server.close()
+        for handler in self._asking:
+            handler.cancel()
         if self._handlers:
             await asyncio.wait(self._handlers, timeout=self._limits.close_s)
         for handler in self._handlers:
@@ -164,12 +174,15 @@ class ControlServer:
             await asyncio.wait(self._handlers)
         self._server = None
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Take a connection; known from this moment, so that closing waits for it."""
+        handler = asyncio.ensure_future(self._serve(reader, writer))
+        for known in (self._handlers, self._asking):
+            known.add(handler)
+            handler.add_done_callback(known.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Handle one connection from its beginning to its end."""
-        task = asyncio.current_task()
-        if task is None:
-            return
-        self._handlers.add(task)
         line = Connection(reader, writer, self._limits.write_s)
         try:
             await self._handle(line)
@@ -178,7 +191,6 @@ class ControlServer:
             line.abort()
         finally:
             await line.close()
-            self._handlers.discard(task)
 
     async def _handle(self, line: Connection) -> None:
         try:
@@ -187,6 +199,7 @@ class ControlServer:
                 return
             self._refuse_too_many()
             raw = await self._read_request(line)
+            self._has_asked()
             if raw is None:
                 return
             await self._answer(await _request(raw), line)
@@ -197,6 +210,12 @@ class ControlServer:
         except Exception as error:  # noqa: BLE001 - the last stand: a fault of ours must not end the host
             self._tell(f"a request failed: {error_body(error)['message']}")
             await line.error(error)
+
+    def _has_asked(self) -> None:
+        """Note that this handler's request is there: closing gives it time for its answer."""
+        task = asyncio.current_task()
+        if task is not None:
+            self._asking.discard(task)
 
     def _refuse_too_many(self) -> None:
         if len(self._handlers) > self._limits.n_connections:
