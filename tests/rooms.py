@@ -72,6 +72,7 @@ PURE = (
     "splitctl.switching.rules",
     "splitctl.planning.memory",
     "splitctl.planning.cost",
+    "splitctl.planning.hindsight",
     "splitctl.planning.policy",
 )
 IMPURE_STANDARD = FORBIDDEN_STANDARD["statecodec*"] | {"uuid", "fcntl", "resource", "selectors"}

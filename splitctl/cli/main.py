@@ -11,6 +11,7 @@ import click
 
 from splitctl.cli.devices import devices
 from splitctl.cli.doctor import doctor
+from splitctl.cli.explain import explain
 from splitctl.cli.output import ExitCode, Screen, error_body, one_line, print_json
 from splitctl.cli.run import run
 from splitctl.cli.state import state
@@ -25,6 +26,7 @@ def cli() -> None:
 cli.add_command(run)
 cli.add_command(devices)
 cli.add_command(doctor)
+cli.add_command(explain)
 cli.add_command(state)
 
 

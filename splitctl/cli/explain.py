@@ -1,0 +1,88 @@
+"""`splitctl explain`: whether a switch pays, from measured rates."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from splitctl.cli.options import json_option
+from splitctl.cli.output import ExitCode, Screen, print_json
+from splitctl.errors import ConfigInvalid
+from splitctl.planning.cost import MAX_TOKENS, Choice, Comparison, RatesInvalid, Work, compare, parse_rates
+
+#: A longer file holds no rates [bytes].
+_MAX_FILE_BYTES = 1024 * 1024
+
+_TOKENS = click.IntRange(0, MAX_TOKENS)
+
+
+@click.command()
+@click.option(
+    "--rates",
+    "rates_file",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="FILE",
+    help='{"switch_s": S, "modes": {"layer": {"prompt_tps": a, "generate_tps": b}, "tensor": {...}}}; - is stdin.',
+)
+@click.option("--prompt", type=_TOKENS, required=True, metavar="P", help="Tokens of the prompt.")
+@click.option(
+    "--cached", type=_TOKENS, default=0, show_default=True, metavar="C", help="Of them, those that the cache holds."
+)
+@click.option("--generate", type=_TOKENS, required=True, metavar="G", help="Tokens to generate.")
+@json_option
+def explain(*, rates_file: Path, prompt: int, cached: int, generate: int, as_json: bool) -> int:
+    """Say which mode, or which switch, does some work in the least time, and by how much."""
+    try:
+        work = Work(prompt, generate, cached)
+    except ConfigInvalid as error:
+        raise click.BadParameter(f"{error.value!r}; wanted: {error.wanted}", param_hint=f"--{error.field}") from error
+    with Screen(as_json=as_json) as screen:
+        try:
+            rates = parse_rates(_read(rates_file))
+        except OSError as error:
+            message = f"the file of rates {rates_file} cannot be read: {error.strerror or error}; name another"
+            return screen.fail(type(error).__name__, message, ExitCode.FAILED)
+        except RatesInvalid as error:
+            return screen.fail(type(error).__name__, f"{rates_file}: {error}", ExitCode.FAILED)
+        comparison = compare(rates, work)
+    if as_json:
+        print_json(comparison.to_json())
+    else:
+        _show(comparison)
+    return ExitCode.DONE
+
+
+def _read(path: Path) -> bytes:
+    """Read the file, or stdin."""
+    if str(path) == "-":
+        raw = sys.stdin.buffer.read(_MAX_FILE_BYTES + 1)
+    else:
+        with path.open("rb") as file:
+            raw = file.read(_MAX_FILE_BYTES + 1)
+    if len(raw) > _MAX_FILE_BYTES:
+        raise RatesInvalid("the file", f"over {_MAX_FILE_BYTES} bytes", "a file of rates")
+    return raw
+
+
+def _show(comparison: Comparison) -> None:
+    """Print the choices with their times, and the sentence."""
+    table = Table()
+    table.add_column("choice")
+    for name in ("prompt", "switch", "generate", "total"):
+        table.add_column(f"{name} [s]", justify="right")
+    work, rates = comparison.work, comparison.rates
+    for choice in Choice:
+        mark = "*" if choice is comparison.best else " "
+        reading = work.uncached / rates.of(choice.reads_in).prompt_tps
+        generating = work.generate / rates.of(choice.generates_in).generate_tps
+        switching = f"{rates.switch_s:,.1f}" if choice.is_switch else "-"
+        total = f"{comparison.seconds[choice]:,.1f}"
+        table.add_row(f"{mark} {choice.value}", f"{reading:,.1f}", switching, f"{generating:,.1f}", total)
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    console.print(table)
+    console.print(comparison.sentence, markup=False)

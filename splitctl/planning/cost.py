@@ -1,0 +1,369 @@
+"""Whether a switch pays: seconds of every choice from measured rates.
+
+Laws:
+    1. Pure: the same rates and the same work give the same answer.
+    2. No mode is the fast one for prompts by nature: both directions of a switch are weighed alike.
+    3. A switch has to save more than it costs; where two choices take equally long, the one without a switch is taken.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from splitctl.errors import ConfigInvalid
+from splitctl.placement import SplitMode
+
+#: Rates outside these are no rates of any machine [tokens/s].
+MIN_TPS, MAX_TPS = 1e-6, 1e9
+#: A longer switch is no switch [s].
+MAX_SWITCH_S = 1e6
+#: More tokens than any context holds.
+MAX_TOKENS = 10**12
+
+#: Timings of identical work differ by this share from run to run: what is closer than it is not decided by numbers.
+NOISE = 0.05
+
+
+class RatesInvalid(ConfigInvalid):
+    """A file of rates that cannot be used."""
+
+    def __str__(self) -> str:
+        """Name the place in the file, what is there and what is wanted."""
+        return f"the rates cannot be used: {self.field} is {self.value}; wanted: {self.wanted}"
+
+
+@dataclass(frozen=True, slots=True)
+class ModeRates:
+    """How fast one split mode is.
+
+    Attributes:
+        prompt_tps: tokens of a prompt read in a second.
+        generate_tps: tokens generated in a second.
+    """
+
+    prompt_tps: float
+    generate_tps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What was measured of one model on one set of devices.
+
+    Attributes:
+        switch_s: seconds of a switch.
+        layer: rates in layer mode.
+        tensor: rates in tensor mode.
+    """
+
+    switch_s: float
+    layer: ModeRates
+    tensor: ModeRates
+
+    def of(self, mode: SplitMode) -> ModeRates:
+        """Give the rates of a mode.
+
+        Args:
+            mode: layer or tensor.
+
+        Returns:
+            Its rates.
+
+        Raises:
+            ConfigInvalid: another mode; nobody measured it.
+        """
+        if mode is SplitMode.LAYER:
+            return self.layer
+        if mode is SplitMode.TENSOR:
+            return self.tensor
+        raise ConfigInvalid("mode", mode.value, "layer or tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is to be done.
+
+    Attributes:
+        prompt: tokens of the prompt.
+        generate: tokens to generate.
+        cached: tokens of the prompt that the cache holds already; they cost nothing in any mode.
+
+    Raises:
+        ConfigInvalid: a number is negative or beyond any context, or more is cached than there is.
+    """
+
+    prompt: int
+    generate: int
+    cached: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse work that cannot be."""
+        for name in ("prompt", "generate", "cached"):
+            value = getattr(self, name)
+            if not 0 <= value <= MAX_TOKENS:
+                raise ConfigInvalid(name, value, f"from 0 to {MAX_TOKENS} tokens")
+        if self.cached > self.prompt:
+            raise ConfigInvalid("cached", self.cached, f"{self.prompt} at most, as the prompt has no more tokens")
+
+    @property
+    def uncached(self) -> int:
+        """Tokens of the prompt that have to be read."""
+        return self.prompt - self.cached
+
+
+class Choice(enum.Enum):
+    """A way to do the work. Where two take equally long the earlier is taken."""
+
+    LAYER = "layer"
+    TENSOR = "tensor"
+    LAYER_TO_TENSOR = "layer->tensor"
+    TENSOR_TO_LAYER = "tensor->layer"
+
+    @property
+    def reads_in(self) -> SplitMode:
+        """The mode of the prompt."""
+        return SplitMode(self.value.partition("->")[0])
+
+    @property
+    def generates_in(self) -> SplitMode:
+        """The mode of the generation."""
+        return SplitMode(self.value.rpartition("->")[2])
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether the mode changes between the two."""
+        return self.reads_in is not self.generates_in
+
+
+@dataclass(frozen=True, slots=True)
+class BreakEven:
+    """From where on a switch pays: both have to be exceeded.
+
+    Attributes:
+        prompt: uncached tokens of the prompt from which it beats staying in the mode that generates; None: never.
+        generate: tokens generated from which it beats staying in the mode that reads; None: never.
+    """
+
+    prompt: float | None
+    generate: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What each choice costs, and which is best.
+
+    Attributes:
+        work: what is to be done.
+        rates: how fast the modes are.
+        best: the choice that takes least.
+        seconds: what each takes.
+        switch: the one switch that can pay at all with these rates; None where one mode is as fast in everything.
+        break_even: from where on that switch pays.
+        margin: what the best saves against the next best, seconds.
+    """
+
+    work: Work
+    rates: Rates
+    best: Choice
+    seconds: Mapping[Choice, float]
+    switch: Choice | None
+    break_even: BreakEven
+    margin: float
+
+    @property
+    def next_best(self) -> Choice:
+        """The choice that takes least after the best."""
+        return min((one for one in Choice if one is not self.best), key=self.seconds.__getitem__)
+
+    @property
+    def is_close(self) -> bool:
+        """Whether the margin is within what timings differ from run to run."""
+        return self.margin <= NOISE * self.seconds[self.best]
+
+    @property
+    def sentence(self) -> str:
+        """The answer in one sentence, for a person."""
+        best, other = self.best, self.next_best
+        first, second = best.reads_in.value, best.generates_in.value
+        if best.is_switch:
+            what = f"read the prompt in {first} mode, switch, and generate in {second} mode"
+        else:
+            what = f"stay in {first} mode"
+        text = (
+            f"{what}: {self.seconds[best]:,.1f} s, {self.margin:,.1f} s less than {other.value} "
+            f"({self.seconds[other]:,.1f} s)"
+        )
+        if self.is_close:
+            text += ", which is less than timings differ from run to run"
+        return f"{text}; {self._why()}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Give the comparison as plain values.
+
+        Returns:
+            Keys best, seconds, break_even (whole tokens, or null), margin (seconds), sentence, switch, close, uncached.
+        """
+        even = self.break_even
+        return {
+            "best": self.best.value,
+            "seconds": {choice.value: self.seconds[choice] for choice in Choice},
+            "break_even": {
+                "prompt": None if even.prompt is None else round(even.prompt),
+                "generate": None if even.generate is None else round(even.generate),
+            },
+            "margin": self.margin,
+            "sentence": self.sentence,
+            "switch": None if self.switch is None else self.switch.value,
+            "close": self.is_close,
+            "uncached": self.work.uncached,
+        }
+
+    def _why(self) -> str:
+        """Say from where on a switch pays, or why none does."""
+        if self.switch is None or self.break_even.prompt is None or self.break_even.generate is None:
+            fast = _as_fast_in_everything(self.rates)
+            slow = SplitMode.TENSOR if fast is SplitMode.LAYER else SplitMode.LAYER
+            return f"no switch ever pays: {fast.value} mode reads and generates at least as fast as {slow.value} mode"
+        prompt, generate = round(self.break_even.prompt), round(self.break_even.generate)
+        return (
+            f"the switch {self.switch.value} pays from more than {prompt:,} uncached tokens of prompt and "
+            f"{generate:,} generated"
+        )
+
+
+def compare(rates: Rates, work: Work) -> Comparison:
+    """Weigh the four choices.
+
+    Args:
+        rates: how fast the modes are.
+        work: what is to be done.
+
+    Returns:
+        What each costs, and which is best.
+    """
+    seconds = {choice: _seconds(choice, rates, work) for choice in Choice}
+    ranked = sorted(Choice, key=seconds.__getitem__)
+    best, other = ranked[0], ranked[1]
+    switch, even = _break_even(rates)
+    return Comparison(work, rates, best, seconds, switch, even, seconds[other] - seconds[best])
+
+
+def _seconds(choice: Choice, rates: Rates, work: Work) -> float:
+    """Add up one choice."""
+    reading = work.uncached / rates.of(choice.reads_in).prompt_tps
+    generating = work.generate / rates.of(choice.generates_in).generate_tps
+    return reading + generating + (rates.switch_s if choice.is_switch else 0.0)
+
+
+def _break_even(rates: Rates) -> tuple[Choice | None, BreakEven]:
+    """Find the switch that gains at both ends, and where its gains reach its cost."""
+    for switch in (Choice.LAYER_TO_TENSOR, Choice.TENSOR_TO_LAYER):
+        reader, writer = rates.of(switch.reads_in), rates.of(switch.generates_in)
+        # What a token gains: of the prompt against staying in the writer's mode, of the answer in the reader's [s].
+        reading = 1.0 / writer.prompt_tps - 1.0 / reader.prompt_tps
+        writing = 1.0 / reader.generate_tps - 1.0 / writer.generate_tps
+        if reading > 0.0 and writing > 0.0:
+            return switch, BreakEven(rates.switch_s / reading, rates.switch_s / writing)
+    return None, BreakEven(None, None)
+
+
+def _as_fast_in_everything(rates: Rates) -> SplitMode:
+    """Name the mode that is not slower in anything; there is one where no switch can pay."""
+    layer, tensor = rates.layer, rates.tensor
+    is_layer = layer.prompt_tps >= tensor.prompt_tps and layer.generate_tps >= tensor.generate_tps
+    return SplitMode.LAYER if is_layer else SplitMode.TENSOR
+
+
+# ---- the file of rates ----
+
+
+def parse_rates(text: str | bytes) -> Rates:
+    """Read rates as a file holds them.
+
+    Args:
+        text: JSON: `{"switch_s": S, "modes": {"layer": {"prompt_tps": a, "generate_tps": b}, "tensor": {...}}}`.
+
+    Returns:
+        The rates.
+
+    Raises:
+        RatesInvalid: it is not JSON, a key is missing, twice there or not known, or a number is none, is not finite, is
+            zero or negative, or is beyond any machine.
+    """
+    try:
+        plain = json.loads(text, parse_constant=_no_number, object_pairs_hook=_each_key_once)
+    except RatesInvalid:
+        raise
+    except (ValueError, RecursionError) as error:
+        wanted = 'JSON: {"switch_s": S, "modes": {"layer": {"prompt_tps": a, "generate_tps": b}, "tensor": {...}}}'
+        raise RatesInvalid("the file", f"no JSON ({error})", wanted) from error
+    top = _keys(plain, "the file", ("switch_s", "modes"))
+    modes = _keys(top["modes"], "modes", (SplitMode.LAYER.value, SplitMode.TENSOR.value))
+    return Rates(
+        _number(top["switch_s"], "switch_s", 0.0, MAX_SWITCH_S, "seconds"),
+        *(_mode(modes[mode.value], f"modes.{mode.value}") for mode in (SplitMode.LAYER, SplitMode.TENSOR)),
+    )
+
+
+def _mode(plain: object, where: str) -> ModeRates:
+    """Read the rates of one mode."""
+    values = _keys(plain, where, ("prompt_tps", "generate_tps"))
+    return ModeRates(
+        *(
+            _number(values[name], f"{where}.{name}", MIN_TPS, MAX_TPS, "tokens in a second")
+            for name in ("prompt_tps", "generate_tps")
+        )
+    )
+
+
+def _keys(plain: object, where: str, names: tuple[str, ...]) -> dict[str, object]:
+    """Demand an object with exactly these keys."""
+    wanted = "an object with the keys " + " and ".join(names)
+    if not isinstance(plain, dict):
+        raise RatesInvalid(where, _shown(plain), wanted)
+    missing = [name for name in names if name not in plain]
+    more = [str(name) for name in plain if name not in names]
+    if missing:
+        raise RatesInvalid(where, f"without {' and '.join(missing)}", wanted)
+    if more:
+        raise RatesInvalid(where, f"with {_shown(more[0])}", f"{wanted} and no other")
+    return plain
+
+
+def _number(plain: object, where: str, low: float, high: float, unit: str) -> float:
+    """Demand a finite number within bounds."""
+    wanted = f"a number from {low:g} to {high:g} ({unit})"
+    if isinstance(plain, bool) or not isinstance(plain, int | float):
+        found = "null, which means that nobody measured it" if plain is None else _shown(plain)
+        raise RatesInvalid(where, found, wanted)
+    # A comparison of an integer with a float is exact, however long the integer.
+    if not low <= plain <= high:
+        raise RatesInvalid(where, _shown(plain), wanted)
+    return float(plain)
+
+
+def _no_number(word: str) -> NoReturn:
+    """Refuse NaN and the infinities, which Python's JSON knows and JSON does not."""
+    raise RatesInvalid("a number of the file", word, "a finite number")
+
+
+def _each_key_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Refuse a key that is given twice: one of its values would be lost in silence."""
+    found: dict[str, object] = {}
+    for name, value in pairs:
+        if name in found:
+            raise RatesInvalid("a key of the file", f"{name} twice", "each key once")
+        found[name] = value
+    return found
+
+
+def _shown(plain: object, limit: int = 60) -> str:
+    """Show what was found, shortened."""
+    if isinstance(plain, float) and not math.isfinite(plain):
+        return "too large for a number"
+    text = repr(plain)
+    return text if len(text) <= limit else f"{text[:limit]}..."
