@@ -1,0 +1,242 @@
+"""The table of faults: every stage of a switch x every way to fail x both ways x one and four streams.
+
+A cell names what is asked of the library (tests/stublib, control.c has the grammar) and what the right end is. What
+makes no sense is in the table too, with its reason, so that nothing is left out silently.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+WAYS = (("layer", "tensor"), ("tensor", "layer"))
+N_STREAMS = (1, 4)
+
+STAGES = (
+    *("checking", "saving", "sealing", "freeing", "placing", "building", "restoring", "proving"),
+    "trial",
+)
+#: The stages before a carry of this switch is sealed: a worker that dies there takes its state with it.
+UNSEALED = frozenset({"checking", "saving", "sealing"})
+
+
+class Kind(enum.Enum):
+    """A way to fail."""
+
+    KILLED = "worker-killed"
+    ABORTS = "worker-aborts"
+    STOPPED = "worker-stopped"
+    FAILS = "call-fails"
+    HANGS = "call-hangs"
+    DAMAGED = "damaged-bytes"
+    ABORTS_FOR_EVER = "worker-aborts-for-ever"
+    FAILS_FOR_EVER = "call-fails-for-ever"
+    HANGS_FOR_EVER = "call-hangs-for-ever"
+
+    @property
+    def is_for_ever(self) -> bool:
+        """Whether it meets every later try too, in whichever mode."""
+        return self.value.endswith("-for-ever")
+
+
+#: Kinds of which the worker is lost.
+LETHAL = frozenset(Kind) - {Kind.FAILS, Kind.DAMAGED, Kind.FAILS_FOR_EVER}
+ONCE = tuple(kind for kind in Kind if not kind.is_for_ever)
+FOR_EVER = tuple(kind for kind in Kind if kind.is_for_ever)
+#: Kinds that need no stub: a signal from outside will do, whichever the library.
+BY_SIGNAL = (Kind.KILLED, Kind.STOPPED)
+
+
+class End(enum.Enum):
+    """How a session ends up, rightly."""
+
+    SERVING = "serving"
+    RECOMPUTED = "serving, tokens read again"
+    PARKED = "parked"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One fault in one switch.
+
+    Args:
+        stage: where it strikes.
+        kind: how.
+        start: the mode before the switch.
+        target: the mode wanted.
+        n_streams: sequences that generate meanwhile.
+        items: what is asked of the stub; "" where the cell makes no sense.
+        end: how the session ends up.
+        words: what the reason must say; all of them.
+        why_not: why the cell makes no sense, "" where it does.
+    """
+
+    stage: str
+    kind: Kind
+    start: str
+    target: str
+    n_streams: int
+    items: str = ""
+    end: End = End.SERVING
+    words: tuple[str, ...] = ()
+    why_not: str = ""
+
+    @property
+    def name(self) -> str:
+        """For example ``placing:worker-killed:layer>tensor:4``."""
+        return f"{self.stage}:{self.kind.value}:{self.start}>{self.target}:{self.n_streams}"
+
+
+#: The call of each stage that a fault is put into, and in whose mode: S began the switch, T is wanted.
+_CALLS = {
+    "saving": ("get_data", "S"),
+    "freeing": ("free", "S"),
+    "placing": ("load", "T"),
+    "building": ("init", "T"),
+    "restoring": ("set_data", "T"),
+    "proving": ("get_data", "T"),
+    "trial": ("decode", "T"),
+}
+_ACTIONS = {
+    Kind.KILLED: "kill",
+    Kind.ABORTS: "abort",
+    Kind.STOPPED: "stop",
+    Kind.HANGS: "hang",
+    Kind.ABORTS_FOR_EVER: "abort",
+    Kind.HANGS_FOR_EVER: "hang",
+}
+_FAILURES = {
+    "saving": "get_data:zero",
+    "placing": "load:null",
+    "building": "init:null",
+    "restoring": "set_data:zero",
+    "proving": "get_data:zero",
+    "trial": "decode:fail",
+}
+_DAMAGES = {
+    "saving": "get_data:short:S@1",  # fewer bytes than were announced
+    "sealing": "get_data:damage:S@1",  # a count inside them is wrong
+    "restoring": "set_data:short:T@1",  # the library says that it read fewer
+    "proving": "set_data:flip:T@1",  # it took them, and holds something else
+    "trial": "decode:nan:T@1",  # logits that are no numbers
+}
+_SAID = {
+    Kind.KILLED: ("signal 9", "SIGKILL"),
+    Kind.ABORTS: ("signal 6", "SIGABRT", "GGML_ASSERT"),
+    Kind.ABORTS_FOR_EVER: ("signal 6", "SIGABRT", "GGML_ASSERT"),
+}
+_NO_CALL = "no library call is made in this stage"
+_NO_RESULT = "the calls of this stage return nothing"
+_NO_BYTES = "no bytes come back in this stage"
+_NO_LASTING = "what fails in the new mode alone fails once: the old one is not asked for it"
+
+
+def cells() -> list[Cell]:
+    """Give the whole table, what makes no sense included."""
+    return [
+        _cell(stage, kind, start, target, n_streams)
+        for stage in STAGES
+        for kind in Kind
+        for start, target in WAYS
+        for n_streams in N_STREAMS
+    ]
+
+
+def few_cells() -> list[Cell]:
+    """Give a short table: every stage and every kind comes, ways and streams in turn, what lasts once an end."""
+    once: list[Cell] = []
+    lasting: dict[tuple[End, bool], Cell] = {}
+    for cell in cells():
+        turn = STAGES.index(cell.stage) + ONCE.index(cell.kind) if cell.kind in ONCE else STAGES.index(cell.stage)
+        if cell.why_not or (cell.start, cell.target) != WAYS[turn % 2] or cell.n_streams != N_STREAMS[turn // 2 % 2]:
+            continue
+        if cell.kind in ONCE and turn % 3 == 0:
+            once.append(cell)
+        elif cell.kind not in ONCE:
+            lasting.setdefault((cell.end, cell.kind in LETHAL), cell)
+    return [*once, *lasting.values()]
+
+
+def real_cells() -> Iterator[Cell]:
+    """Give the cells that any library can be put through: the worker gets a signal as it reaches a stage."""
+    for stage in STAGES:
+        for kind in BY_SIGNAL:
+            for start, target in WAYS:
+                for n_streams in N_STREAMS:
+                    end = End.RECOMPUTED if stage in UNSEALED else End.SERVING
+                    item = f"at-{stage}:{_ACTIONS[kind]}@1"
+                    yield Cell(stage, kind, start, target, n_streams, item, end, _SAID.get(kind, ()))
+
+
+def few_real_cells() -> list[Cell]:
+    """Give one of them for each stage, kinds, ways and streams in turn."""
+    found: dict[str, dict[Kind, Cell]] = {}
+    for cell in real_cells():
+        turn = STAGES.index(cell.stage)
+        if (cell.start, cell.target) == WAYS[turn // 2 % 2] and cell.n_streams == N_STREAMS[(turn + 1) // 2 % 2]:
+            found.setdefault(cell.stage, {})[cell.kind] = cell
+    return [kinds[BY_SIGNAL[STAGES.index(stage) % 2]] for stage, kinds in found.items()]
+
+
+def _cell(stage: str, kind: Kind, start: str, target: str, n_streams: int) -> Cell:
+    def cell(items: str, end: End = End.SERVING, why_not: str = "") -> Cell:
+        asked = items.replace(":S", f":{start}").replace(":T", f":{target}")
+        words = () if why_not else _SAID.get(kind, ())
+        return Cell(stage, kind, start, target, n_streams, asked, end, words, why_not)
+
+    if kind.is_for_ever:
+        return cell(*_lasting(stage, kind))
+    lost = End.RECOMPUTED if stage in UNSEALED else End.SERVING
+    if kind is Kind.FAILS:
+        if stage not in _FAILURES:
+            return cell("", why_not=_NO_RESULT if stage in _CALLS else _NO_CALL)
+        return cell(f"{_FAILURES[stage]}:{_CALLS[stage][1]}@1")
+    if kind is Kind.DAMAGED:
+        return cell(_DAMAGES[stage]) if stage in _DAMAGES else cell("", why_not=_NO_BYTES)
+    if stage in _CALLS:
+        call, mode = _CALLS[stage]
+        return cell(f"{call}:{_ACTIONS[kind]}:{mode}@1", lost)
+    if kind is Kind.HANGS:
+        return cell("", why_not=_NO_CALL)
+    return cell(f"at-{stage}:{_ACTIONS[kind]}@1", lost)
+
+
+def _lasting(stage: str, kind: Kind) -> tuple[str, End, str]:
+    """What a fault that stays in the library comes to: items, end, why not."""
+    if stage not in _CALLS:
+        return "", End.SERVING, _NO_CALL
+    if stage in {"freeing", "proving"}:
+        return "", End.SERVING, _NO_LASTING
+    if kind is Kind.FAILS_FOR_EVER:
+        if stage == "trial":
+            return (
+                "",
+                End.SERVING,
+                "no placement can generate any more, and none of them dies: streams end in its error",
+            )
+        item = _FAILURES[stage]
+    else:
+        item = f"{_CALLS[stage][0]}:{_ACTIONS[kind]}"
+    if stage == "saving":
+        return item, End.RECOMPUTED if kind in LETHAL else End.SERVING, ""
+    return item, End.RECOMPUTED if stage == "restoring" else End.PARKED, ""
+
+
+__all__ = [
+    "BY_SIGNAL",
+    "FOR_EVER",
+    "LETHAL",
+    "N_STREAMS",
+    "ONCE",
+    "STAGES",
+    "UNSEALED",
+    "WAYS",
+    "Cell",
+    "End",
+    "Kind",
+    "cells",
+    "few_cells",
+    "few_real_cells",
+    "real_cells",
+]
