@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 
+import numpy as np
 import pytest
 
 from statecodec import (
+    AttentionSection,
     BadField,
     Content,
     FindingCode,
+    Inconsistent,
     LimitExceeded,
     ModelFacts,
     NotRepresentable,
     Rotation,
     StateFormatError,
+    StateImage,
     TensorType,
     TrailingBytes,
     Truncated,
@@ -22,6 +27,7 @@ from statecodec import (
     emit,
     findings,
     parse,
+    rotated,
     transcode,
 )
 from statecodec.transcode import Fit, VForm, v_fit, v_form
@@ -44,9 +50,9 @@ def test_s2_one_version_word_two_layouts() -> None:
     without = context(Attention((cells(3),)))
     assert {layout.name for layout in parse(with_outputs).layouts} == {"v9-outputs"}
     assert "v9" in {layout.name for layout in parse(without).layouts}
-    with pytest.raises(Truncated):
+    with pytest.raises(Truncated, match="section 0 stream 0 layer 1 V"):
         parse(with_outputs[:-1])
-    with pytest.raises(TrailingBytes):
+    with pytest.raises(TrailingBytes, match="1 bytes more"):
         parse(with_outputs + b"\0")
 
 
@@ -59,6 +65,22 @@ def test_s3_snapshots_of_mrope_models_grow_by_4_bytes_a_cell() -> None:
     grown = transcode.to_version(parse(mrope), 10)
     assert len(b"".join(emit(grown))) == len(mrope) + 40
     assert b"".join(emit(transcode.to_version(grown, 9))) == mrope
+    assert _tokens_of_cells(grown) == list(range(10))
+    assert not grown.changes[-1].warnings
+    # Without a token for each position it is not known.
+    short = sequence_file(memory(Attention((cells(10, ext_words=2),))), 2, tuple(range(9)))
+    unknown = transcode.to_version(parse(short), 10)
+    assert _tokens_of_cells(unknown) == [-1] * 10
+    assert "unknown" in unknown.changes[-1].warnings[0]
+
+
+def _tokens_of_cells(image: StateImage) -> list[int]:
+    (cache,) = image.sections
+    assert isinstance(cache, AttentionSection)
+    ((_, stream),) = cache.filled()
+    assert stream.cells.ext is not None
+    found: list[int] = stream.cells.ext["token"].tolist()
+    return found
 
 
 @pytest.mark.parametrize(
@@ -71,22 +93,38 @@ def test_s4_a_token_list_that_is_none(tokens: tuple[int, ...], packed: int | Non
     assert (found.packed_version, found.text.tolist()) == (packed, text)
 
 
+def test_s4_a_packed_list_may_be_longer_than_the_context() -> None:
+    """Media entries are told beside the text, and make the list longer than the context has cells."""
+    words = (-1, 1, 3, 5, -1, 7, 1, 1, 400, *range(100))
+    found = parse(sequence_file(memory(Attention((cells(3),))), 3, words), facts=ModelFacts(n_ctx=3)).tokens
+    assert found is not None
+    assert found.text.tolist() == [5, -1, 7]
+    assert [(one.start, len(one.data)) for one in found.media] == [(1, 400)]
+
+
 def test_s5_files_of_forks() -> None:
     """A known number before another payload, an unknown number, and the other byte order are each named."""
     with pytest.raises(UnknownVersion, match="fork"):
         parse(sequence_file(memory(Attention((cells(3),), rotation=(0, 0))), 3))
     with pytest.raises(UnknownVersion, match="found 5"):
         parse(sequence_file(memory(Attention((cells(3),))), 5))
+    # A payload that no layout has is told where it stops making sense.
+    with pytest.raises(StateFormatError):
+        parse(sequence_file(b"\7" * 64, 3))
     with pytest.raises(UnknownVersion, match="byte order"):
         parse(b"ggsq" + sequence_file(b"", 3)[4:])
 
 
 def test_s6_a_corrupt_cell_count() -> None:
-    """2^32 - 1 cells in 200 bytes are refused at the count."""
+    """2^32 - 1 cells in 200 bytes are refused at the count, in less than a megabyte."""
     data = bytearray(sequence(Attention((cells(3),)))[:200])
     struct.pack_into("<I", data, 12, 0xFFFFFFFF)
+    tracemalloc.start()
     with pytest.raises(LimitExceeded, match="cell count"):
         parse(data)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
 
 
 @pytest.mark.parametrize("data", [b"", b"\xd8\x3c\x14", b"\xd8\x3c\x14\xaf", b"\xd8\x3c\x14\xae" + bytes(4)])
@@ -125,6 +163,11 @@ def test_s12_quantized_rows_are_silently_rotated() -> None:
     with pytest.raises(NotRepresentable, match="rotation"):
         transcode.to_types(parse(golden("l0336-dense")), type_k=TensorType.Q8_0)
     transcode.to_types(parse(golden("l0336-dense")), type_k=TensorType.Q8_0, rotation=Rotation(64, 0))
+    q, k = np.random.default_rng(12).standard_normal((2, 1, 64), dtype=np.float32)
+    assert np.abs(rotated(rotated(k, 64), 64) - k).max() < 1e-6
+    product = float(q[0] @ k[0])
+    assert float(rotated(q, 64)[0] @ rotated(k, 64)[0]) == pytest.approx(product, abs=1e-4)
+    assert float(q[0] @ rotated(k, 64)[0]) != pytest.approx(product, abs=1e-1)
 
 
 def test_s13_three_forms_of_v() -> None:
@@ -145,8 +188,11 @@ def test_s17_a_row_size_is_no_type() -> None:
     assert parse(same[0], facts=facts).sections
     with pytest.raises(StateFormatError, match="IQ4_NL"):
         parse(same[1], facts=facts)
+    told = ModelFacts(has_v=(False,))
     with pytest.raises(BadField, match="type"):
-        parse(context(Attention((cells(1),), keys=((9, 36),), values=())), facts=ModelFacts(has_v=(False,)))
+        parse(context(Attention((cells(1),), keys=((9, 36),), values=())), facts=told)
+    with pytest.raises(Inconsistent, match="multiple of 34"):
+        parse(context(Attention((cells(1),), keys=((8, 36),), values=())), facts=told)
 
 
 def test_s28_media_are_seen_in_the_cells() -> None:

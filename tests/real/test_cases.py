@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import make_dummies
 import numpy as np
 import pytest
 
+import statecodec
 from llama_native import Library
 from splitctl import Placement, SamplerSpec, Session, SplitMode, SwitchStatus
-from splitctl.errors import CarryMismatch
+from splitctl import carry as carries
+from splitctl.errors import CarryDamaged, CarryMismatch
 from tests.real.conftest import base
 
 GREEDY = SamplerSpec(temp=0.0)
@@ -124,6 +127,28 @@ def test_s31_a_state_of_another_model_is_an_error(open_dummy: OpenDummy, tmp_pat
     with pytest.raises(CarryMismatch, match="architecture"):
         other.restore(tmp_path / "carry")
     assert _ids(other, 3) == _ids(same, 3)
+
+
+def test_s6_a_rejected_state_poisons_nothing(open_dummy: OpenDummy, tmp_path: Path) -> None:
+    """The size of the last layer's rows is damaged: refused, and a fresh prompt gives what it gives anywhere."""
+    session, never = open_dummy("llama"), open_dummy("llama")
+    session.prefill(PROMPT)
+    session.save(tmp_path / "carry")
+    read = carries.read(tmp_path / "carry").carry
+    cache = statecodec.parse(read.state).sections[0]
+    assert isinstance(cache, statecodec.AttentionSection)
+    ((_, stream),) = cache.filled()
+    data = bytearray(read.state)
+    data[stream.values[-1].offset + 4] ^= 1
+    bad = dataclasses.replace(read, state=memoryview(bytes(data)))
+    carries.write(tmp_path / "bad", carries.seal(bad))
+    with pytest.raises(CarryDamaged, match="row bytes"):
+        session.restore(tmp_path / "bad")
+    assert session.tokens() == PROMPT
+    session.remove_sequence(0)
+    for one in (session, never):
+        one.prefill(PROMPT[3:])
+    assert np.array_equal(session.logits(), never.logits())
 
 
 def test_s8_from_one_device_to_two_and_back(open_dummy: OpenDummy) -> None:
