@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -12,7 +14,9 @@ from typing import Any
 import pytest
 from fault_cells import FOR_EVER, ONCE, STAGES, WAYS, Kind, cells, few_cells, few_real_cells, real_cells
 
-from tests.stublib import needs_compiler
+from splitctl.host import orders, protocol
+from splitctl.host.wire import to_object
+from tests.stublib import FaultFile, needs_compiler
 
 _TOOL = Path(__file__).parents[2] / "tools" / "faults.py"
 _GUARD_S = 900.0
@@ -67,6 +71,34 @@ def test_the_short_tables_miss_nothing() -> None:
     for table in (few, few_real_cells()):
         assert {(cell.start, cell.target) for cell in table} == set(WAYS)
         assert {cell.n_streams for cell in table} == {1, 4}
+
+
+def _tell(report: orders.Report, env: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
+    line = protocol.encode_event(protocol.Report(to_object(report, orders.REPORTS)))
+    program = f"import os; os.write(1, {line!r}); os.write(1, b'and goes on')"
+    done = subprocess.run([sys.executable, "-P", "-c", program], env=os.environ | env, capture_output=True, check=False)
+    assert done.stdout.startswith(line)
+    return done
+
+
+def test_a_worker_dies_at_the_stage_that_it_tells(tmp_path: Path) -> None:
+    """The means by which a stage without a library call gets its death: at that stage only, once, after telling it."""
+    armed = FaultFile(tmp_path / "faults")
+    armed.arm("at-sealing:kill@1 at-trial:abort")
+    outcome = {"status": "switched", "confirmed": False}
+    ends = [
+        _tell(orders.StageReached(1, "saving"), armed.env),
+        _tell(orders.StageReached(1, "sealing", 0.5), armed.env),
+        _tell(orders.StageReached(1, "sealing"), armed.env),
+        _tell(orders.StageReached(1, "sealing"), armed.env),
+        _tell(orders.Switched(1, {**outcome, "status": "fell_back"}), armed.env),
+        _tell(orders.Switched(1, outcome), armed.env),
+        _tell(orders.Switched(1, outcome), armed.env),
+    ]
+    assert [done.returncode for done in ends] == [0, 0, -signal.SIGKILL, 0, 0, -signal.SIGABRT, -signal.SIGABRT]
+    assert [done.stdout.endswith(b"and goes on") for done in ends] == [not done.returncode for done in ends]
+    assert b"GGML_ASSERT" in ends[-1].stderr
+    assert armed.fired() == ["at-sealing:kill@1", "at-trial:abort"]
 
 
 @pytest.mark.stub
