@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from splitctl.errors import ConfigInvalid
 from splitctl.placement import KV_TYPES, FlashAttn, Placement, PlacementInvalid, SplitMode, parse_tensor_split
@@ -25,6 +26,9 @@ _MODES = [mode.value for mode in SplitMode]
 MODES = f"[{'|'.join(_MODES)}]"
 _TRUE = {"on", "enabled", "true", "1"}
 _FALSE = {"off", "disabled", "false", "0"}
+
+#: Sequences of a server.  Source: llama-server.
+_N_SERVED = 4
 
 #: A field of a placement, as the user knows it.
 FLAG_OF_FIELD = {
@@ -41,6 +45,7 @@ FLAG_OF_FIELD = {
     "n_batch": "-b",
     "n_ubatch": "-ub",
     "n_seq_max": "-np",
+    "kv_unified": "-kvu",
     "n_threads": "-t",
     "n_threads_batch": "-tb",
 }
@@ -165,103 +170,156 @@ def verbose_option(command: Command) -> Command:
 
 def placement_options(command: Command) -> Command:
     """Add the placement flags; the command gets them as one `placement`."""
-    plain = Placement()
 
     @functools.wraps(command)
     def with_placement(**given: Any) -> Any:
         return command(placement=_placement(given), **given)
 
-    options = [
-        click.option(
+    return _applied(_placement_flags(Placement(), named_only=False), with_placement)
+
+
+def serving_placement_options(command: Command) -> Command:
+    """Add the placement flags with a server's defaults: four sequences that share one cache, if nobody says how many.
+
+    Source: llama-server's -np and -kvu.
+    """
+
+    @functools.wraps(command)
+    def with_placement(**given: Any) -> Any:
+        source = click.get_current_context().get_parameter_source("n_seq_max")
+        if given["kv_unified"] is None:
+            given["kv_unified"] = source is ParameterSource.DEFAULT
+        return command(placement=_placement(given), **given)
+
+    flags = _placement_flags(Placement(n_seq_max=_N_SERVED), named_only=False, unified=None)
+    return _applied(flags, with_placement)
+
+
+def changes_options(command: Command) -> Command:
+    """Add the placement flags without defaults or variables.
+
+    The command gets as `changes` the fields that were named on the command line, by name.
+    """
+
+    @functools.wraps(command)
+    def with_changes(**given: Any) -> Any:
+        named = {name: value for name in FLAG_OF_FIELD if (value := given.pop(name)) is not None}
+        return command(changes=_changes(named), **given)
+
+    return _applied(_placement_flags(Placement(), named_only=True), with_changes)
+
+
+def _placement_flags(
+    plain: Placement, *, named_only: bool, unified: bool | None = False
+) -> list[Callable[[Command], Command]]:
+    """Make the options.
+
+    Args:
+        plain: where defaults come from.
+        named_only: no defaults and no variables: what is not on the command line is None.
+        unified: default of -kvu; None: the command decides.
+    """
+
+    def flag(*names: str, default: Any, envvar: str | None = None, **more: Any) -> Callable[[Command], Command]:
+        if named_only:
+            return click.option(*names, default=None, **{**more, "cls": click.Option})
+        return click.option(*names, default=default, envvar=envvar, show_default=default not in {"", None}, **more)
+
+    return [
+        flag(
             "-sm", "--split-mode", "mode", type=Mode(), metavar=MODES, envvar="LLAMA_ARG_SPLIT_MODE",
-            default=plain.mode.value, show_default=True, help="How the model is split over devices.",
+            default=plain.mode.value, help="How the model is split over devices.",
         ),
-        click.option(
+        flag(
             "-ts", "--tensor-split", envvar="LLAMA_ARG_TENSOR_SPLIT", default="", metavar="N0,N1,...",
             help="Share of each device, such as 3,1.",
         ),
-        click.option(
-            "-mg", "--main-gpu", type=int, envvar="LLAMA_ARG_MAIN_GPU", default=plain.main_gpu, show_default=True,
+        flag(
+            "-mg", "--main-gpu", type=int, envvar="LLAMA_ARG_MAIN_GPU", default=plain.main_gpu,
             help="The device that mode none uses, by index.",
         ),
-        click.option(
+        flag(
             "-dev", "--device", "devices", envvar="LLAMA_ARG_DEVICE", default="", metavar="DEV1,DEV2,...",
             help="Devices in order (splitctl devices lists them); a name may come twice.",
         ),
-        click.option(
+        flag(
             "-ngl", "--gpu-layers", "--n-gpu-layers", "n_gpu_layers", type=Layers(), metavar="[N|auto|all]",
-            envvar="LLAMA_ARG_N_GPU_LAYERS", default="auto", show_default=True, help="Layers placed on devices.",
+            envvar="LLAMA_ARG_N_GPU_LAYERS", default="auto", help="Layers placed on devices.",
         ),
-        click.option(
+        flag(
             "-c", "--ctx-size", "n_ctx", type=int, envvar="LLAMA_ARG_CTX_SIZE", default=plain.n_ctx,
-            show_default=True, help="Context size in tokens; 0 is the model's own.",
+            help="Context size in tokens; 0 is the model's own.",
         ),
-        click.option(
+        flag(
             "-ctk", "--cache-type-k", "type_k", type=click.Choice(KV_TYPES), envvar="LLAMA_ARG_CACHE_TYPE_K",
-            default=plain.type_k, show_default=True, help="Cache type of keys.",
+            default=plain.type_k, help="Cache type of keys.",
         ),
-        click.option(
+        flag(
             "-ctv", "--cache-type-v", "type_v", type=click.Choice(KV_TYPES), envvar="LLAMA_ARG_CACHE_TYPE_V",
-            default=plain.type_v, show_default=True, help="Cache type of values.",
+            default=plain.type_v, help="Cache type of values.",
         ),
-        click.option(
+        flag(
             "-kvo/-nkvo", "--kv-offload/--no-kv-offload", "offload_kqv", cls=OffloadOption,
-            envvar="LLAMA_ARG_KV_OFFLOAD", default=plain.offload_kqv, show_default=True,
+            envvar="LLAMA_ARG_KV_OFFLOAD", default=plain.offload_kqv,
             help="Keep the cache on the devices, or in host memory.",
         ),
-        click.option(
+        flag(
             "-fa", "--flash-attn", "flash_attn", type=Flash(), metavar="[on|off|auto]", envvar="LLAMA_ARG_FLASH_ATTN",
-            default=plain.flash_attn.value, show_default=True, help="Flash attention.",
+            default=plain.flash_attn.value, help="Flash attention.",
         ),
-        click.option(
+        flag(
             "-b", "--batch-size", "n_batch", type=int, envvar="LLAMA_ARG_BATCH", default=plain.n_batch,
-            show_default=True, help="Most tokens of one decode.",
+            help="Most tokens of one decode.",
         ),
-        click.option(
+        flag(
             "-ub", "--ubatch-size", "n_ubatch", type=int, envvar="LLAMA_ARG_UBATCH", default=plain.n_ubatch,
-            show_default=True, help="Most tokens of one computed batch.",
+            help="Most tokens of one computed batch.",
         ),
-        click.option(
+        flag(
             "-np", "--parallel", "n_seq_max", type=int, envvar="LLAMA_ARG_N_PARALLEL", default=plain.n_seq_max,
-            show_default=True, help="Most sequences at once.",
+            help="Most sequences at once.",
         ),
-        click.option(
-            "-t", "--threads", "n_threads", type=int, envvar="LLAMA_ARG_THREADS", default=-1, show_default=True,
+        flag(
+            "-kvu/-no-kvu", "--kv-unified/--no-kv-unified", "kv_unified", envvar="LLAMA_ARG_KV_UNIFIED",
+            default=unified, help="One cache for all sequences, or a part for each.",
+        ),
+        flag(
+            "-t", "--threads", "n_threads", type=int, envvar="LLAMA_ARG_THREADS", default=-1,
             help="Threads for generating; -1 is one a core.",
         ),
-        click.option(
-            "-tb", "--threads-batch", "n_threads_batch", type=int, default=-1, show_default=True,
+        flag(
+            "-tb", "--threads-batch", "n_threads_batch", type=int, default=-1,
             help="Threads for the prompt; -1 is the same as -t.",
         ),
     ]  # fmt: skip
-    return _applied(options, with_placement)
 
 
 def _placement(given: dict[str, Any]) -> Placement:
     """Take the placement's flags out of `given` and build it."""
-    threads = max(0, given.pop("n_threads"))
-    threads_batch = max(0, given.pop("n_threads_batch"))
-    devices = given.pop("devices")
-    split = given.pop("tensor_split")
-    fields = {
-        name: given.pop(name)
-        for name in (
-            "mode", "main_gpu", "n_gpu_layers", "n_ctx", "type_k", "type_v", "flash_attn", "n_batch", "n_ubatch",
-            "n_seq_max", "offload_kqv",
-        )
-    }  # fmt: skip
+    named = {name: given.pop(name) for name in FLAG_OF_FIELD}
+    return Placement(**_changes({name: value for name, value in named.items() if value is not None}))
+
+
+def _changes(named: dict[str, Any]) -> dict[str, Any]:
+    """Turn what was given on the command line into fields of a placement.
+
+    Raises:
+        click.BadParameter: a value that no placement can have.
+    """
+    changes = dict(named)
     try:
-        return Placement(
-            devices=tuple(name.strip() for name in devices.split(",")) if devices else (),
-            tensor_split=parse_tensor_split(split),
-            n_threads=threads,
-            n_threads_batch=threads_batch,
-            **fields,
-        )
+        if "devices" in named:
+            changes["devices"] = tuple(name.strip() for name in named["devices"].split(",")) if named["devices"] else ()
+        if "tensor_split" in named:
+            changes["tensor_split"] = parse_tensor_split(named["tensor_split"])
+        for name in {"n_threads", "n_threads_batch"} & named.keys():
+            changes[name] = max(0, named[name])
+        Placement(**changes)
     except PlacementInvalid as error:
         flag = FLAG_OF_FIELD.get(error.field, error.field)
         text = f"{error.value!r} is not possible; wanted: {error.wanted}"
         raise click.BadParameter(text, param_hint=flag) from error
+    return changes
 
 
 def sampler_options(command: Command) -> Command:
