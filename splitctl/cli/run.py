@@ -150,6 +150,8 @@ def _finish(body: dict[str, Any], screen: Screen, *, as_json: bool) -> ExitCode:
     if not as_json:
         screen.table(switch_table(outcome))
     screen.line(_rates(body))
+    if body["payoff"] is not None:
+        screen.line(body["payoff"]["sentence"])
     if code is not ExitCode.DONE:
         ended = "; ".join(one["text"] for one in outcome["reasons"]) or outcome["reason"]
         status = outcome["status"].replace("_", " ")
@@ -160,12 +162,14 @@ def _finish(body: dict[str, Any], screen: Screen, *, as_json: bool) -> ExitCode:
 def _rates(body: dict[str, Any]) -> str:
     """Say how fast it was, in one line."""
     timings = body["timings"]
-    parts = [f"load {timings['load_ms']:,.0f} ms"]
+    parts = {"load": f"load {timings['load_ms']:,.0f} ms"}
     for name in ("prompt", "generate"):
         part = timings[name]
         rate = f"{part['tps']:,.1f} tokens/s" if part["tps"] is not None else "-"
-        parts.append(f"{name} {part['n']} tokens at {rate}")
-    return ", ".join(parts)
+        parts[name] = f"{name} {part['n']} tokens at {rate}"
+    if body["payoff"] is not None:
+        parts["generate"] = f"switch {body['payoff']['rates']['switch_s']:,.2f} s, {parts['generate']}"
+    return ", ".join(parts.values())
 
 
 def _prompt(text: str | None, file: str | None, *, needed: bool) -> str:

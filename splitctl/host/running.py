@@ -22,7 +22,8 @@ from splitctl.host.probes import Prober
 from splitctl.host.protocol import Event, Failure, Partial, Piece, Progress, Result, RunRequest
 from splitctl.host.stop_texts import StopTexts
 from splitctl.outcome import SwitchOutcome, SwitchStatus
-from splitctl.placement import Placement
+from splitctl.placement import Placement, SplitMode
+from splitctl.planning.hindsight import Observed, look_back
 from splitctl.probing import VerdictCache
 from splitctl.sequence import RANDOM_SEED, SamplerSpec
 from splitctl.session import Proof, Session
@@ -59,6 +60,7 @@ class _Run:
 
     Attributes:
         placement: where the session serves.
+        reads_in: the mode of the prompt.
         facts: what the model's header says.
         sampler: how tokens are drawn, its seed a number.
         text: the answer so far, raw bytes without a stop text.
@@ -69,10 +71,12 @@ class _Run:
         generate_ms: time to generate, ms.
         stopped: why the generation ended: eos, stop, length, context, or None while it has not.
         switch: the outcome object, or None without a switch.
+        n_devices: devices that share the work, or more.
         restored: what the restore of a saved session came to, or None without one.
     """
 
     placement: Placement
+    reads_in: SplitMode
     facts: ModelFacts
     sampler: SamplerSpec
     text: bytearray = field(default_factory=bytearray)
@@ -83,6 +87,7 @@ class _Run:
     generate_ms: float | None = None
     stopped: str | None = None
     switch: dict[str, Any] | None = None
+    n_devices: int = 1
     restored: dict[str, Any] | None = None
 
     @property
@@ -108,6 +113,7 @@ class _Run:
                 },
                 "switch_ms": self.switch["total_ms"] if self.switch is not None else None,
             },
+            "payoff": self._payoff(),
             "placement": None if self.is_parked else self.placement.to_json(),
             "model": {
                 "path": str(self.facts.path),
@@ -120,6 +126,26 @@ class _Run:
             "sampler": dataclasses.asdict(self.sampler),
             "seed": self.sampler.seed,
         }
+
+    def _payoff(self) -> dict[str, Any] | None:
+        """Say whether the switch can have paid; None where none was begun, and while the generation has not ended."""
+        if self.switch is None or self.generate_ms is None:
+            return None
+        if self.switch["status"] in {SwitchStatus.PARKED.value, SwitchStatus.REFUSED.value}:
+            return None
+        # A try in a child is made once for a build and a kind of model: it is no part of what a switch takes.
+        switch_ms = self.switch["total_ms"] - (self.switch["stages_ms"]["checking"] or 0.0)
+        seen = Observed(
+            reads_in=self.reads_in,
+            generates_in=self.placement.mode,
+            requested=SplitMode(self.switch["requested"]),
+            n_prompt=self.n_prompt,
+            prompt_s=None if self.prompt_ms is None else self.prompt_ms / 1e3,
+            n_generated=len(self.tokens),
+            generate_s=self.generate_ms / 1e3,
+            switch_s=max(switch_ms, 0.0) / 1e3,
+        )
+        return look_back(seen, self.n_devices).to_json()
 
 
 def run(request: RunRequest, library: Library, env: Mapping[str, str], emit: Emit, cancel: threading.Event) -> Event:
@@ -144,7 +170,7 @@ def run(request: RunRequest, library: Library, env: Mapping[str, str], emit: Emi
     if sampler.seed == RANDOM_SEED:
         sampler = dataclasses.replace(sampler, seed=secrets.randbelow(RANDOM_SEED))
     first = dataclasses.replace(request.placement, mode=request.prompt_mode or request.placement.mode)
-    state = _Run(first, facts, sampler)
+    state = _Run(first, first.mode, facts, sampler)
     prober = Prober(
         library=library.path,
         env=env,
@@ -153,6 +179,7 @@ def run(request: RunRequest, library: Library, env: Mapping[str, str], emit: Emi
         rpc=request.rpc,
         is_cancelled=cancel.is_set,
     )
+    state.n_devices = len(request.placement.devices or prober.device_names)
     if request.rpc and request.placement.mode is not first.mode and request.placement.mode in TRIED:
         # An RPC server serves one client at a time: once our model lies on it, the try in a child gets no answer. Asked
         # now, the verdict is remembered for the switch.
