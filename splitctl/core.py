@@ -139,6 +139,13 @@ class Core:
         if held + n_new > room:
             raise ContextFull(held, n_new, room)
 
+    def short_of(self, seq_id: int, n_new: int) -> int:
+        """Count the cells that are missing for new tokens of a sequence; 0 where they fit."""
+        if not self.has_memory or self.facts.is_recurrent:
+            return 0
+        held, room = self._held_and_room(seq_id)
+        return max(0, held + n_new - room)
+
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Refuse an empty prompt, and tokens that the vocabulary does not have.
 

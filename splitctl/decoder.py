@@ -189,9 +189,9 @@ class Decoder:
         """Draw by ``spec`` from now on; the same spec again goes on where it is."""
         if slot.sampler is not None and slot.sampler.spec == spec:
             return
-        self._put_sampler(slot, spec, 0)
+        self.put_sampler(slot, spec, 0)
 
-    def _put_sampler(self, slot: Slot, spec: SamplerSpec, n_draws: int) -> None:
+    def put_sampler(self, slot: Slot, spec: SamplerSpec, n_draws: int) -> None:
         """Give a sequence a fresh sampler that has been told its tokens and has made so many draws."""
         fresh = Sampler(self._core.engine.library, spec, self._core.n_vocab)
         fresh.replay(slot.tokens, n_draws)
@@ -262,7 +262,7 @@ class Decoder:
     def _forget_draws_behind(self, slot: Slot) -> None:
         """Let penalties look back at the tokens that are left; the random draws go on where they were."""
         if slot.sampler is not None:
-            self._put_sampler(slot, slot.sampler.spec, slot.sampler.n_draws)
+            self.put_sampler(slot, slot.sampler.spec, slot.sampler.n_draws)
 
     def again(self, slot: Slot) -> None:
         """Decode a sequence's last token again in its place."""

@@ -89,7 +89,17 @@ STATECODEC_TOO = (
 #: Parts that run without a native library in their process, so they know nothing of it.
 LIBRARY_FREE = ("splitctl.cli*", "splitctl.http*", "splitctl.host*", *PURE, *STATECODEC_TOO)
 #: What runs in the worker alone: it holds the library. Nobody else in the house imports these.
-WORKER_SIDE = ("splitctl.host.worker", "splitctl.host.running", "splitctl.host.inspection", "splitctl.host.faults")
+WORKER_SIDE = (
+    "splitctl.host.worker",
+    "splitctl.host.running",
+    "splitctl.host.inspection",
+    "splitctl.host.faults",
+    "splitctl.host.serving",
+    "splitctl.host.batching",
+    "splitctl.host.hosted",
+    "splitctl.host.inbox",
+    "splitctl.host.prompts",
+)
 #: Modules of a leaf that are public as modules, beside the names in its `__init__`.
 PUBLIC_MODULES = ("llama_native.discover", "llama_native.capabilities", "statecodec.transcode")
 #: The entry of the child process: it may exit, and reads what it is given.
@@ -112,7 +122,7 @@ HEIGHT: Mapping[str, int] = {
 #: A module says one thing; "about 400 lines", and the rule bites a little later.
 MAX_LINES = 450
 #: Longer for a table, which is read row by row.
-MAX_LINES_OF_TABLES: Mapping[str, int] = {"splitctl.switching.machine": 600}
+MAX_LINES_OF_TABLES: Mapping[str, int] = {"splitctl.switching.machine": 600, "splitctl.host.orders": 600}
 
 
 @dataclass(frozen=True, slots=True)

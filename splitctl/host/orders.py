@@ -6,6 +6,8 @@ Laws:
     3. Every order with an ``order`` number is answered by exactly one report with that number, Failed included; a
        stream is answered by Ended. Other reports come on the way.
     4. A token is drawn once: what was reported is never drawn again, what was not reported was never drawn.
+    5. A session that is parked ends its worker with a Failure of fault "parked" and ``parked_at`` in its body; no
+       stream has ended by that.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from splitctl.host.protocol import Fault
+from splitctl.keeping import Seal
 from splitctl.placement import Placement
 from splitctl.sequence import SamplerSpec
 
@@ -34,29 +37,6 @@ class AdapterFile:
 
     path: Path
     scale: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Seal:
-    """A sealed carry in shared memory.
-
-    Attributes:
-        arena: which of the session's two arenas holds it, 0 or 1.
-        state_bytes: the library's bytes, from the arena's start.
-        state_digest: xxh3-128 of them, 32 hex digits.
-        rest_offset: where everything else of the carry begins, bytes from the arena's start.
-        rest_bytes: its length: a carry as `splitctl.carry` writes it, without the state.
-        rest_digest: xxh3-128 of it.
-        placement: where the state was made.
-    """
-
-    arena: int
-    state_bytes: int
-    state_digest: str
-    rest_offset: int
-    rest_bytes: int
-    rest_digest: str
-    placement: Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +113,7 @@ class Start:
         n_predict: most tokens to generate; negative: until the model ends or the context is full.
         n_draws: random draws that the stream has made before.
         is_pending: the newest of ``tokens`` was drawn and delivered already.
+        n_delivered: how many of ``tokens`` were; only an encoder-decoder needs it, whose encoder reads the others.
     """
 
     stream: int
@@ -142,6 +123,7 @@ class Start:
     n_predict: int = -1
     n_draws: int = 0
     is_pending: bool = False
+    n_delivered: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -531,3 +513,40 @@ REPORTS: Mapping[str, type] = {
     "failed": Failed,
     "alive": Alive,
 }
+
+__all__ = [
+    "MAX_LINE_BYTES",
+    "ORDERS",
+    "REPORTS",
+    "AdapterFile",
+    "Alive",
+    "Book",
+    "Check",
+    "Checked",
+    "Close",
+    "Drawn",
+    "Ended",
+    "Failed",
+    "Forgot",
+    "Halt",
+    "Open",
+    "Opened",
+    "Order",
+    "Reading",
+    "Replaced",
+    "Report",
+    "Restore",
+    "Save",
+    "Saved",
+    "Seal",
+    "Sealed",
+    "StageReached",
+    "Start",
+    "Step",
+    "Switch",
+    "Switched",
+    "Tokenize",
+    "Tokenized",
+    "Trial",
+    "Unsealed",
+]

@@ -19,6 +19,7 @@ from splitctl.errors import Cancelled, ConfigInvalid, ContextFull, Parked, Split
 from splitctl.facts import ModelFacts, read_facts
 from splitctl.host.faults import failure_of
 from splitctl.host.probes import Prober
+from splitctl.host.prompts import chat_tokens, text_tokens
 from splitctl.host.protocol import Event, Failure, Partial, Piece, Progress, Result, RunRequest
 from splitctl.host.stop_texts import StopTexts
 from splitctl.outcome import SwitchOutcome, SwitchStatus
@@ -165,20 +166,13 @@ def run(request: RunRequest, library: Library, env: Mapping[str, str], emit: Emi
         SplitctlError: the model's file or the flags are at fault; nothing was loaded.
     """
     facts = read_facts(request.model)
-    _refuse_what_generates_nothing(facts)
+    refuse_what_generates_nothing(facts)
     sampler = request.sampler
     if sampler.seed == RANDOM_SEED:
         sampler = dataclasses.replace(sampler, seed=secrets.randbelow(RANDOM_SEED))
     first = dataclasses.replace(request.placement, mode=request.prompt_mode or request.placement.mode)
     state = _Run(first, first.mode, facts, sampler)
-    prober = Prober(
-        library=library.path,
-        env=env,
-        cache=VerdictCache(Path(platformdirs.user_cache_dir("splitctl")) / VERDICTS_FILE),
-        device_names=tuple(device.name for device in library.devices(memory=False)),
-        rpc=request.rpc,
-        is_cancelled=cancel.is_set,
-    )
+    prober = prober_of(library, env, request.rpc, cancel.is_set)
     state.n_devices = len(request.placement.devices or prober.device_names)
     if request.rpc and request.placement.mode is not first.mode and request.placement.mode in TRIED:
         # An RPC server serves one client at a time: once our model lies on it, the try in a child gets no answer. Asked
@@ -192,6 +186,20 @@ def run(request: RunRequest, library: Library, env: Mapping[str, str], emit: Emi
     return Result(state.body())
 
 
+def prober_of(
+    library: Library, env: Mapping[str, str], rpc: tuple[str, ...], is_cancelled: Callable[[], bool]
+) -> Prober:
+    """Give what tries placements in children, and remembers in the user's cache folder what came of it."""
+    return Prober(
+        library=library.path,
+        env=env,
+        cache=VerdictCache(Path(platformdirs.user_cache_dir("splitctl")) / VERDICTS_FILE),
+        device_names=tuple(device.name for device in library.devices(memory=False)),
+        rpc=rpc,
+        is_cancelled=is_cancelled,
+    )
+
+
 def _failure(error: SplitctlError | NativeError, request: RunRequest, state: _Run) -> Failure:
     """Tell an error with all that is known of the run, the outcome of its switch included."""
     failure = failure_of(error, model=request.model)
@@ -203,7 +211,7 @@ def _failure(error: SplitctlError | NativeError, request: RunRequest, state: _Ru
     return dataclasses.replace(failure, message=message, body=state.body())
 
 
-def _refuse_what_generates_nothing(facts: ModelFacts) -> None:
+def refuse_what_generates_nothing(facts: ModelFacts) -> None:
     """Name models that have no next token."""
     if facts.is_encoder_only or facts.is_diffusion:
         kind = "an encoder" if facts.is_encoder_only else "a diffusion model"
@@ -287,28 +295,11 @@ def _read_prompt(session: Session, request: RunRequest, emit: Emit, state: _Run)
 
 def _prompt_tokens(session: Session, request: RunRequest) -> list[int]:
     """Turn the prompt into tokens, through the model's chat template where that is asked for."""
-    model = session.model
-    if not model.has_tokenizer:
-        raise ConfigInvalid("model", session.facts.name, "a model with a tokenizer: this one reads numbers only")
+    # A prompt that follows a restored session begins no text, so it gets no special token of its own.
+    add_special = request.restore is None
     if not request.chat:
-        # A prompt that follows a restored session begins no text, so it gets no special token of its own.
-        return session.tokenize(request.prompt, add_special=request.restore is None, parse_special=False)
-    bos = _token_text(session, model.token_bos)
-    text = chat.render(
-        model.chat_template(),
-        chat.messages_from(request.prompt),
-        bos_token=bos,
-        eos_token=_token_text(session, model.token_eos),
-    )
-    if model.add_bos:
-        # The template writes the first token, and the tokenizer would write it again.
-        text, _ = chat.without_bos(text, bos)
-    return session.tokenize(text, add_special=request.restore is None, parse_special=True)
-
-
-def _token_text(session: Session, token: int) -> str:
-    """Give a special token's text; empty when the model has none."""
-    return session.model.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
+        return text_tokens(session, request.prompt, add_special=add_special, parse_special=False)
+    return chat_tokens(session, chat.messages_from(request.prompt), add_special=add_special)
 
 
 def _switch(session: Session, request: RunRequest, emit: Emit, state: _Run) -> None:

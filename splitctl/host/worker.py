@@ -8,7 +8,6 @@ Laws:
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import signal
@@ -19,14 +18,16 @@ from collections.abc import Callable, Mapping
 
 from llama_native import Library
 from splitctl.errors import Cancelled
-from splitctl.host import inspection, protocol, running
+from splitctl.host import inspection, protocol, running, serving
 from splitctl.host.faults import failure_of
+from splitctl.host.inbox import CancelGate, Inbox
 from splitctl.host.protocol import (
     DevicesRequest,
     DoctorRequest,
     Event,
     Failure,
     Fault,
+    HostRequest,
     ProbeRequest,
     ProtocolBroken,
     Request,
@@ -39,6 +40,7 @@ from splitctl.probing import try_placement
 _STDIN = 0
 _STDERR = 2
 _CHUNK_BYTES = 1 << 16
+_CANCEL_LINE = protocol.CANCEL.rstrip(b"\n")
 #: Source: ggml.h, enum ggml_log_level.
 _LEVEL_INFO = 2
 _LEVEL_CONTINUES = 5
@@ -77,12 +79,13 @@ class Emitter:
                 os._exit(_EXIT_ORPHANED)
 
 
-def _listen(requests: queue.SimpleQueue[bytes], cancel: threading.Event) -> None:
-    """Read stdin: the request first, then control lines; end the process with the parent.
+def _listen(requests: queue.SimpleQueue[bytes], gate: CancelGate, inbox: Inbox) -> None:
+    """Read stdin: the request first, then orders and control lines; end the process with the parent.
 
     Args:
         requests: takes the first line.
-        cancel: set by a cancel line.
+        gate: told of a cancel.
+        inbox: takes every other line.
     """
     pending = bytearray()
     is_first = True
@@ -97,8 +100,10 @@ def _listen(requests: queue.SimpleQueue[bytes], cancel: threading.Event) -> None
             if is_first:
                 requests.put(line)
                 is_first = False
-            elif json.loads(line) == json.loads(protocol.CANCEL):
-                cancel.set()
+            elif line == _CANCEL_LINE:
+                gate.ask()
+            else:
+                inbox.put_line(line)
     os._exit(_EXIT_ORPHANED)
 
 
@@ -121,7 +126,7 @@ def _forward_log(library: Library) -> None:
     library.log.listen(show)
 
 
-def _answer(request: Request, env: Mapping[str, str], emit: Emitter, cancel: threading.Event) -> Event:
+def _answer(request: Request, env: Mapping[str, str], emit: Emitter, cancel: CancelGate, inbox: Inbox) -> Event:
     """Do a request.
 
     Args:
@@ -129,11 +134,12 @@ def _answer(request: Request, env: Mapping[str, str], emit: Emitter, cancel: thr
         env: the environment as the parent gave it.
         emit: takes events on the way.
         cancel: asks to stop.
+        inbox: gives the orders of a hosted session.
 
     Returns:
         The last event.
     """
-    model = request.model if isinstance(request, RunRequest | ProbeRequest) else None
+    model = request.model if isinstance(request, RunRequest | ProbeRequest | HostRequest) else None
     if cancel.is_set():
         return failure_of(Cancelled("the start"))
     try:
@@ -148,6 +154,10 @@ def _answer(request: Request, env: Mapping[str, str], emit: Emitter, cancel: thr
                 library = inspection.open_library(request, env)
                 _forward_log(library)
                 return running.run(request, library, env, emit, cancel)
+            case HostRequest():
+                library = inspection.open_library(request, env)
+                _forward_log(library)
+                return serving.serve(request, library, env, emit, inbox, cancel)
     except Exception as error:  # noqa: BLE001 - the last stand: whatever it is, the parent is told
         failure = failure_of(error, model=model)
         if failure.fault is Fault.INTERNAL:
@@ -184,12 +194,13 @@ def main(arguments: list[str]) -> None:
     # ggml's abort handler would start a debugger for a backtrace, which takes seconds.
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     emit = Emitter(int(arguments[0]))
-    cancel = threading.Event()
-    signal.signal(signal.SIGINT, lambda _number, _frame: cancel.set())
+    cancel = CancelGate()
+    inbox = Inbox(cancel)
+    signal.signal(signal.SIGINT, lambda _number, _frame: cancel.ask())
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(requests, cancel), name="parent", daemon=True).start()
+    threading.Thread(target=_listen, args=(requests, cancel, inbox), name="parent", daemon=True).start()
     try:
-        last = _answer(protocol.decode_request(requests.get()), env, emit, cancel)
+        last = _answer(protocol.decode_request(requests.get()), env, emit, cancel, inbox)
     except ProtocolBroken as error:
         last = Failure(Fault.INTERNAL, type(error).__name__, str(error))
     emit(last)

@@ -183,6 +183,10 @@ class Transfer:
             self.kept = dataclasses.replace(self.snapshot(), is_foreign=self._plan is not None)
             self.tell(self.kept)
 
+    def state_bytes(self) -> int | None:
+        """Say how many bytes a state would take now; None for a model without a memory."""
+        return state_size(self.core.engine.live) if self.core.has_memory else None
+
     def tell(self, sealed: Sealed) -> None:
         """Tell who watches that a state lies sealed where it is."""
         if self.watch is not None and self.core.has_memory:
