@@ -324,15 +324,16 @@ class Books:
         return None if job.is_over else job
 
     def forgot(self, seq_id: int) -> None:
-        """Empty an idle sequence that had to make room.
+        """Empty a sequence that had to make room; one that was given to a stream meanwhile is filled by it anyway.
 
         Raises:
-            ReportWrong: there is no such sequence, or it is not idle.
+            ReportWrong: there is no such sequence.
         """
-        if not 0 <= seq_id < len(self.rows) or self.rows[seq_id].stream is not None:
-            raise ReportWrong(f"sequence {seq_id} was emptied, which is not idle")
-        self.rows[seq_id] = Row(seq_id)
-        self.version += 1
+        if not 0 <= seq_id < len(self.rows):
+            raise ReportWrong(f"sequence {seq_id} was emptied, which is not there")
+        if self.rows[seq_id].stream is None:
+            self.rows[seq_id] = Row(seq_id)
+            self.version += 1
 
     # ---- a worker is gone, another one comes ----
 
