@@ -74,6 +74,9 @@ PURE = (
     "splitctl.planning.cost",
     "splitctl.planning.hindsight",
     "splitctl.planning.policy",
+    "splitctl.host.books",
+    "splitctl.host.recovery",
+    "splitctl.host.switches",
 )
 IMPURE_STANDARD = FORBIDDEN_STANDARD["statecodec*"] | {"uuid", "fcntl", "resource", "selectors"}
 

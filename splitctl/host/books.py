@@ -21,8 +21,8 @@ from splitctl.sequence import SamplerSpec
 #: longest makes room.  Source: llama-server's default (slot_prompt_similarity).
 _WORTH_KEEPING = 0.1
 
-#: Steps over which the rate of generation is measured.
 _RECENT_STEPS = 64
+"""Steps over which the rate of generation is measured."""
 
 
 class ReportWrong(SplitctlError):
@@ -160,11 +160,6 @@ class Books:
         return len(self._queue)
 
     @property
-    def n_tokens(self) -> int:
-        """Tokens over all sequences."""
-        return sum(len(row.tokens) for row in self.rows)
-
-    @property
     def running(self) -> list[Job]:
         """Jobs that are on a sequence and not over, by sequence."""
         on = [self.jobs[row.stream] for row in self.rows if row.stream is not None]
@@ -178,12 +173,9 @@ class Books:
     @property
     def tokens_per_second(self) -> dict[str, float | None]:
         """Recent rates: prompt of the last one read, generate over the last steps and all streams together."""
-        n, ms = sum(one for one, _ in self._steps), sum(one for _, one in self._steps)
-        read = self._last_read
-        return {
-            "prompt": read[0] / read[1] * 1e3 if read is not None and read[0] and read[1] else None,
-            "generate": n / ms * 1e3 if n and ms else None,
-        }
+        read = self._last_read or (0, 0.0)
+        steps = (sum(n for n, _ in self._steps), sum(ms for _, ms in self._steps))
+        return {"prompt": _rate(*read), "generate": _rate(*steps)}
 
     def books(self) -> tuple[Book, ...]:
         """Give what every sequence that holds something must hold in a new worker."""
@@ -191,10 +183,8 @@ class Books:
 
     def state_of(self, row: Row) -> str:
         """Say what a sequence is doing: idle, reading, generating or ending."""
-        if row.stream is None:
-            return "idle"
-        job = self.jobs[row.stream]
-        return "ending" if job.is_over else "generating" if job.drawn else "reading"
+        job = None if row.stream is None else self.jobs[row.stream]
+        return "idle" if job is None else "ending" if job.is_over else "generating" if job.drawn else "reading"
 
     # ---- streams come and go ----
 
@@ -448,6 +438,10 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
         else:
             high = middle - 1
     return low
+
+
+def _rate(n: int, ms: float) -> float | None:
+    return n / ms * 1e3 if n and ms else None
 
 
 __all__ = ["Books", "Job", "ReportWrong", "Row", "choose_row", "common"]

@@ -111,13 +111,8 @@ class Life:
         if self.end is None:
             self._worker.cancel()
 
-    def kill(self, reason: str = "") -> None:
-        """End it at once, stopped or not.
-
-        Args:
-            reason: why, where it is to blame; begins with "the worker".
-        """
-        self._blame = self._blame or reason
+    def kill(self) -> None:
+        """End it at once, stopped or not."""
         self._worker.kill()
 
     async def ended(self) -> End:
@@ -140,8 +135,6 @@ class Life:
 
     # ---- in the thread ----
 
-    _blame = ""
-
     def _follow(self) -> None:
         """Follow the worker to its end."""
         with self._worker:
@@ -156,8 +149,7 @@ class Life:
                     return end
         except WorkerLost as error:
             why = telling_line(error.log_tail)
-            told = self._blame or f"the worker {error.how}{f': {why}' if why else ''}"
-            return End(told, lost=error)
+            return End(f"the worker {error.how}{f': {why}' if why else ''}", lost=error)
         except DeadlineExceeded as error:
             told = f"the worker made no progress for {error.timeout_s:g} s while {self._worker.stage} and was ended"
             return End(told, lost=error)

@@ -42,6 +42,7 @@ class UnderWay:
         original: where the session served when it was asked.
         started_at: when, seconds of the supervisor's clock.
         stage: where it is.
+        is_begun: the worker has taken it, so that it can be cancelled.
         failed_at: the last stage before it went back, if it did.
         seal: the carry that it has sealed.
         is_cancelled: it was asked to end.
@@ -55,12 +56,18 @@ class UnderWay:
     original: Placement
     started_at: float
     stage: Stage = Stage.QUIESCING
+    is_begun: bool = False
     failed_at: Stage | None = None
     seal: Seal | None = None
     is_cancelled: bool = False
     is_late: bool = False
     stages_ms: dict[str, float] = field(default_factory=dict)
     stage_at: float = 0.0
+
+    def miss_boundary(self) -> None:
+        """Note that the token boundary is overdue: where it has not come, the switch is cancelled when it does."""
+        if not self.is_begun and not self.is_cancelled:
+            self.is_late = self.is_cancelled = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +142,7 @@ class Switches:
             stage = Stage(report.stage)
         except ValueError as error:
             raise ReportWrong(f"a switch in a stage {report.stage!r:.40}") from error
+        switch.is_begun = True
         if stage is not switch.stage:
             self._leave(switch, now)
             if stage in _BACK and switch.failed_at is None:
@@ -152,6 +160,11 @@ class Switches:
     def unsealed(self, arena: int) -> None:
         """Note that an arena holds none any more."""
         self._seals.pop(arena, None)
+
+    def not_taken(self, order: int) -> None:
+        """Forget a switch that the worker could not take."""
+        if self.under_way is not None and self.under_way.order == order:
+            self.under_way = None
 
     def switched(self, report: Switched, now: float) -> dict[str, Any]:
         """Take the outcome of the switch under way.

@@ -1,0 +1,65 @@
+"""What a host is told to serve, and the words for what it is doing."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from splitctl.host.orders import AdapterFile
+from splitctl.placement import Placement
+
+
+class HostState(enum.Enum):
+    """What a hosted session is doing."""
+
+    LOADING = "loading"
+    SERVING = "serving"
+    SWITCHING = "switching"
+    RECOVERING = "recovering"
+    PARKED = "parked"
+    STOPPING = "stopping"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostConfig:
+    """What a host serves.
+
+    Attributes:
+        model: the GGUF file.
+        library: the library file, or None to look for one.
+        placement: where and how to begin.
+        adapters: LoRA files.
+        rpc: RPC servers, HOST:PORT each.
+        force: open also what only a try in a child process speaks against.
+        name: the session's name.
+        deadline_s: longest silence of a worker that has work, seconds; None: any.
+        checkpoint_s: how often the session is saved while it changes, seconds; None: never.
+        resume: a saved session to begin with; None: empty.
+        state_folder: where sessions are saved and parked, as NAME.safetensors and NAME.parked.safetensors.
+    """
+
+    model: Path
+    library: Path | None = None
+    placement: Placement = field(default_factory=Placement)
+    adapters: tuple[AdapterFile, ...] = ()
+    rpc: tuple[str, ...] = ()
+    force: bool = False
+    name: str = "default"
+    deadline_s: float | None = 60.0
+    checkpoint_s: float | None = None
+    resume: Path | None = None
+    state_folder: Path
+
+    @property
+    def save_path(self) -> Path:
+        """Where the session is saved when it stops, and at checkpoints."""
+        return self.state_folder / f"{self.name}.safetensors"
+
+    @property
+    def park_path(self) -> Path:
+        """Where it is parked."""
+        return self.state_folder / f"{self.name}.parked.safetensors"
+
+
+__all__ = ["HostConfig", "HostState"]
