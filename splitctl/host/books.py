@@ -103,6 +103,7 @@ class Job:
             self.n_left,
             self.n_draws,
             is_pending=bool(self.drawn),
+            n_delivered=len(self.drawn),
         )
 
 

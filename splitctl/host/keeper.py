@@ -57,9 +57,9 @@ from splitctl.host.orders import (
     Unsealed,
 )
 from splitctl.host.parking import Owner, owner_of, park
-from splitctl.host.protocol import HostRequest
+from splitctl.host.protocol import Fault, HostRequest
 from splitctl.host.recovery import Attempt, Recovery
-from splitctl.host.switches import Switches
+from splitctl.host.switches import Switches, UnderWay
 from splitctl.host.traffic import Traffic
 from splitctl.placement import Placement
 
@@ -106,6 +106,19 @@ class Keeper:
         """Sequences that hold something, and tokens over all of them."""
         books = self.traffic.books.books()
         return len(books), sum(len(book.tokens) for book in books)
+
+    def cancel_switch(self) -> None:
+        """Ask the switch under way, or waiting for its boundary, to end in the old placement."""
+        if self.switches.under_way is not None:
+            self.switches.under_way.is_cancelled = True
+            if self.life is not None:
+                self.life.cancel()
+
+    def miss_boundary(self, switch: UnderWay) -> None:
+        """Cancel a switch for which the token boundary is overdue."""
+        if switch is self.switches.under_way and not switch.is_begun and not switch.is_cancelled:
+            switch.is_late = True
+            self.cancel_switch()
 
     @property
     def is_switching(self) -> bool:
@@ -248,8 +261,6 @@ class Keeper:
         stage = self.switches.reached(report, now)
         if is_first and switch is not None:
             self.traffic.pause(f"the session is moved to {switch.target.mode.value} mode")
-            if switch.is_cancelled and self.life is not None:
-                self.life.cancel()
         if self.on_stage is not None:
             self.on_stage(stage.value, report.share)
         self.hub.tell(SwitchStage(stage.value, report.share))
@@ -287,10 +298,13 @@ class Keeper:
         """End a worker that has parked the session: a new one may find the room that it did not."""
         if outcome["status"] != "parked":
             return False
-        written = outcome.get("parked_at")
-        self._worker_parked_at = Path(written) if isinstance(written, str) else None
+        self._note_parked_by_worker(outcome)
         self._blame_worker(str(outcome.get("reason") or "the worker could not go on"))
         return True
+
+    def _note_parked_by_worker(self, told: Mapping[str, Any]) -> None:
+        written = told.get("parked_at")
+        self._worker_parked_at = Path(written) if isinstance(written, str) else None
 
     def _blame_worker(self, reason: str) -> None:
         self._blame = reason
@@ -304,6 +318,8 @@ class Keeper:
             return
         self.life = None
         self._last_end = dataclasses.replace(end, reason=self._blame or end.reason)
+        if end.failure is not None and end.failure.fault is Fault.PARKED:
+            self._note_parked_by_worker(end.failure.body)
         if self._opening is not None and not self._opening.done():
             self._opening.set_result(self._last_end)
         elif self.state is HostState.SERVING:

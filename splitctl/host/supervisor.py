@@ -136,17 +136,13 @@ class Supervisor:
         answer = keeper.desk.put(order, OnLoss.HOLD)
         keeper.flush()
         if timeout_s is not None:
-            asyncio.get_running_loop().call_later(timeout_s, switch.miss_boundary)
+            asyncio.get_running_loop().call_later(timeout_s, keeper.miss_boundary, switch)
         outcome: dict[str, Any] = await asyncio.shield(answer)
         return outcome
 
     def cancel_switch(self) -> None:
         """Ask the switch under way to end in the old placement; without one nothing happens."""
-        switch = self._keeper.switches.under_way
-        if switch is not None:
-            switch.is_cancelled = True
-            if switch.is_begun and self._keeper.life is not None:
-                self._keeper.life.cancel()
+        self._keeper.cancel_switch()
 
     async def check(self, changes: Mapping[str, Any], *, convert: bool = True, force: bool = False) -> dict[str, Any]:
         """Say what a switch would do.

@@ -42,7 +42,7 @@ class UnderWay:
         original: where the session served when it was asked.
         started_at: when, seconds of the supervisor's clock.
         stage: where it is.
-        is_begun: the worker has taken it, so that it can be cancelled.
+        is_begun: the worker has taken it: the token boundary has come.
         failed_at: the last stage before it went back, if it did.
         seal: the carry that it has sealed.
         is_cancelled: it was asked to end.
@@ -63,11 +63,6 @@ class UnderWay:
     is_late: bool = False
     stages_ms: dict[str, float] = field(default_factory=dict)
     stage_at: float = 0.0
-
-    def miss_boundary(self) -> None:
-        """Note that the token boundary is overdue: where it has not come, the switch is cancelled when it does."""
-        if not self.is_begun and not self.is_cancelled:
-            self.is_late = self.is_cancelled = True
 
 
 @dataclass(frozen=True, slots=True)
