@@ -168,6 +168,32 @@ def verbose_option(command: Command) -> Command:
     return click.option("-v", "--verbose", is_flag=True, help="Show the library's own output on stderr.")(command)
 
 
+def prompt_options(command: Command) -> Command:
+    """Add `-p` and `-f`."""
+    options = [
+        click.option("-p", "--prompt", help="The prompt, as raw text."),
+        click.option(
+            "-f", "--file", "prompt_file", type=click.Path(), metavar="FILE", help="Read the prompt; - is stdin."
+        ),
+    ]
+    return _applied(options, command)
+
+
+def predict_option(command: Command) -> Command:
+    """Add `-n`."""
+    return click.option(
+        "-n",
+        "--predict",
+        "--n-predict",
+        "n_predict",
+        type=int,
+        envvar="LLAMA_ARG_N_PREDICT",
+        default=-1,
+        show_default=True,
+        help="Most tokens to generate; -1 goes on until the model ends or the context is full.",
+    )(command)
+
+
 def placement_options(command: Command) -> Command:
     """Add the placement flags; the command gets them as one `placement`."""
 

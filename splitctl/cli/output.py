@@ -52,6 +52,16 @@ EXIT_OF_FAULT: Mapping[Fault, ExitCode] = {
     Fault.INTERNAL: ExitCode.FAILED,
 }
 
+#: How the outcome of a switch ends a command.
+EXIT_OF_STATUS: Mapping[str, ExitCode] = {
+    "switched": ExitCode.DONE,
+    "unchanged": ExitCode.DONE,
+    "fell_back": ExitCode.FELL_BACK,
+    "refused": ExitCode.REFUSED,
+    "cancelled": ExitCode.CANCELLED,
+    "parked": ExitCode.PARKED,
+}
+
 
 def one_line(text: str) -> str:
     """Fold a message into one line.
@@ -124,6 +134,7 @@ class Screen:
         self._stage = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._wrote_text = False
+        self._is_mid_line = False
 
     def __enter__(self) -> Self:
         """Return the screen itself."""
@@ -183,6 +194,8 @@ class Screen:
         if self._as_json or not self._wrote_text:
             return
         self._write(self._decoder.decode(b"", final=True) + "\n")
+        self._decoder.reset()
+        self._wrote_text = False
 
     def library_output(self, line: str) -> None:
         """Show a line of the library's own output, when asked to.
@@ -200,6 +213,27 @@ class Screen:
             text: the line; markup in it is not interpreted.
         """
         self.console.print(text, markup=False)
+
+    def note(self, text: str) -> None:
+        """Write one plain line to stderr that may come in the middle of an answer.
+
+        Args:
+            text: the line; markup in it is not interpreted.
+        """
+        self._end_bars()
+        if self._is_mid_line and self.console.is_terminal and sys.stdout.isatty():
+            self.console.print()
+            self._is_mid_line = False
+        self.line(text)
+
+    def question(self, text: str) -> None:
+        """Ask something on stderr, without ending the line.
+
+        Args:
+            text: the question.
+        """
+        self._end_bars()
+        self.console.print(text, markup=False, end="")
 
     def table(self, table: Table) -> None:
         """Write a table to stderr.
@@ -236,6 +270,7 @@ class Screen:
             sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
             sys.stdout.flush()
             self._wrote_text = True
+            self._is_mid_line = not text.endswith("\n")
 
     def _end_bars(self) -> None:
         """Take the bar away."""

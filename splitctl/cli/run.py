@@ -2,67 +2,57 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
+from splitctl.cli.attach import Talk, answer_once
 from splitctl.cli.child import ask
+from splitctl.cli.hosts import address_of, told
 from splitctl.cli.options import (
     MODES,
     Mode,
     json_option,
     library_option,
     placement_options,
+    predict_option,
+    prompt_options,
     rpc_option,
     sampler_options,
     verbose_option,
 )
-from splitctl.cli.output import ExitCode, Screen, error_body, one_line, print_json, switch_table
+from splitctl.cli.output import EXIT_OF_STATUS, ExitCode, Screen, error_body, one_line, print_json, switch_table
+from splitctl.cli.prompts import PromptUnreadable, read_prompt
+from splitctl.errors import SplitctlError
 from splitctl.host import RunRequest
 from splitctl.placement import Placement, SplitMode
 from splitctl.sequence import SamplerSpec
 
 _PROOFS = ("bytes", "positions", "off")
 
-#: A longer prompt is no prompt [bytes].
-_MAX_PROMPT_BYTES = 64 * 1024 * 1024
-
-_EXIT_OF_STATUS = {
-    "switched": ExitCode.DONE,
-    "unchanged": ExitCode.DONE,
-    "fell_back": ExitCode.FELL_BACK,
-    "refused": ExitCode.REFUSED,
-    "cancelled": ExitCode.CANCELLED,
-    "parked": ExitCode.PARKED,
-}
-
-
-class PromptUnreadable(click.ClickException):
-    """A prompt that cannot be read as text."""
-
-    exit_code = ExitCode.FAILED
+#: Parameters that make sense for a session that is served.
+_WITH_SESSION = frozenset(
+    {
+        "session", "prompt", "prompt_file", "chat", "n_predict", "verbose", "as_json",
+        "temp", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed", "stop",
+    }
+)  # fmt: skip
 
 
 @click.command()
 @click.option(
-    "-m", "--model", type=click.Path(path_type=Path), envvar="LLAMA_ARG_MODEL", required=True, help="The GGUF file."
+    "-m", "--model", type=click.Path(path_type=Path), envvar="LLAMA_ARG_MODEL", help="The GGUF file; or use --session."
 )
-@click.option("-p", "--prompt", help="The prompt, as raw text.")
-@click.option("-f", "--file", "prompt_file", type=click.Path(), metavar="FILE", help="Read the prompt; - is stdin.")
-@click.option("--chat", is_flag=True, help="Apply the model's chat template to the prompt.")
 @click.option(
-    "-n",
-    "--predict",
-    "--n-predict",
-    "n_predict",
-    type=int,
-    envvar="LLAMA_ARG_N_PREDICT",
-    default=-1,
-    show_default=True,
-    help="Most tokens to generate; -1 goes on until the model ends or the context is full.",
+    "--session",
+    metavar="NAME",
+    help="Generate with a session that splitctl serve holds, instead of opening a model (see splitctl attach).",
 )
+@prompt_options
+@click.option("--chat", is_flag=True, help="Apply the model's chat template to the prompt.")
+@predict_option
 @click.option(
     "-psm",
     "--prompt-split-mode",
@@ -89,7 +79,8 @@ class PromptUnreadable(click.ClickException):
 @json_option
 def run(
     *,
-    model: Path,
+    model: Path | None,
+    session: str | None,
     prompt: str | None,
     prompt_file: str | None,
     chat: bool,
@@ -110,9 +101,14 @@ def run(
     """Read a prompt under one split mode, switch to another, and generate."""
     with Screen(as_json=as_json, verbose=verbose) as screen:
         try:
-            text = _prompt(prompt, prompt_file, needed=restore is None)
+            text = read_prompt(prompt, prompt_file, needed=restore is None)
         except PromptUnreadable as error:
             return screen.fail("PromptUnreadable", error.message, ExitCode.FAILED)
+        if session is not None:
+            return _with_session(session, text, sampler, n_predict, screen, is_chat=chat, as_json=as_json)
+        if model is None:
+            hint = "'-m' / '--model'"
+            raise click.MissingParameter(ctx=click.get_current_context(), param_hint=hint, param_type="option")
         request = RunRequest(
             model=model,
             library=library,
@@ -135,10 +131,30 @@ def run(
         return _finish(answer.body, screen, as_json=as_json)
 
 
+def _with_session(
+    session: str, prompt: str, sampler: SamplerSpec, n_predict: int, screen: Screen, *, is_chat: bool, as_json: bool
+) -> ExitCode:
+    """Generate with a session that another process holds.
+
+    Raises:
+        click.UsageError: a flag that only makes sense for a session of one's own.
+    """
+    context = click.get_current_context()
+    for param in context.command.params:
+        source = context.get_parameter_source(str(param.name))
+        if source is ParameterSource.COMMANDLINE and param.name not in _WITH_SESSION:
+            raise click.UsageError(f"{param.opts[0]} is not for a session that is served; leave it out, or --session")
+    try:
+        talk = Talk(address_of(session), sampler, n_predict, is_chat)
+        return answer_once(talk, prompt, screen, as_json=as_json)
+    except (SplitctlError, OSError) as error:
+        return told(error, screen)
+
+
 def _finish(body: dict[str, Any], screen: Screen, *, as_json: bool) -> ExitCode:
     """Show what came of a run that answered, and choose its exit status."""
     outcome = body["switch"]
-    code = _EXIT_OF_STATUS[outcome["status"]] if outcome is not None else ExitCode.DONE
+    code = EXIT_OF_STATUS[outcome["status"]] if outcome is not None else ExitCode.DONE
     screen.end_text()
     if as_json and code is ExitCode.CANCELLED:
         print_json(error_body("Cancelled", outcome["reason"], code, body))
@@ -170,62 +186,3 @@ def _rates(body: dict[str, Any]) -> str:
     if body["payoff"] is not None:
         parts["generate"] = f"switch {body['payoff']['rates']['switch_s']:,.2f} s, {parts['generate']}"
     return ", ".join(parts.values())
-
-
-def _prompt(text: str | None, file: str | None, *, needed: bool) -> str:
-    """Take the prompt from its one source.
-
-    Args:
-        text: the prompt of `-p`.
-        file: the file of `-f`, `-` for stdin.
-        needed: whether a run without a prompt makes no sense.
-
-    Returns:
-        The prompt; empty only where none is needed.
-
-    Raises:
-        click.UsageError: no source, two, or an empty prompt.
-        PromptUnreadable: the source cannot be read, or is not UTF-8.
-    """
-    if text is None and file is None and not needed:
-        return ""
-    if (text is None) == (file is None):
-        raise click.UsageError("give the prompt with -p TEXT or with -f FILE (one of them)")
-    if text is not None:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            where = f"byte {error.start} of -p"
-            raise PromptUnreadable(f"the prompt is not UTF-8 ({where}); convert it, for example with iconv") from error
-    else:
-        text = _decoded(_read(str(file)), str(file))
-    if not text:
-        raise click.UsageError("the prompt is empty; give some text with -p or -f")
-    return text
-
-
-def _read(file: str) -> bytes:
-    """Read a prompt's bytes."""
-    try:
-        if file == "-":
-            raw = sys.stdin.buffer.read(_MAX_PROMPT_BYTES + 1)
-        else:
-            with Path(file).open("rb") as handle:
-                raw = handle.read(_MAX_PROMPT_BYTES + 1)
-    except OSError as error:
-        text = f"the prompt file {file} cannot be read: {error.strerror}; name a text file, or - for stdin"
-        raise PromptUnreadable(text) from error
-    if len(raw) > _MAX_PROMPT_BYTES:
-        raise PromptUnreadable(f"the prompt file {file} is over {_MAX_PROMPT_BYTES} bytes; name a text file")
-    return raw
-
-
-def _decoded(raw: bytes, file: str) -> str:
-    """Read bytes as UTF-8; llama.cpp drops one line feed at the end, and so do we."""
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        found = f"byte {error.start} is 0x{raw[error.start]:02x}"
-        message = f"the prompt file {file} is not UTF-8 ({found}); convert it, for example with iconv"
-        raise PromptUnreadable(message) from error
-    return text.removesuffix("\n")

@@ -1,0 +1,245 @@
+"""`splitctl attach`: prompts from this terminal, answers from a session that another process holds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+
+from splitctl.cli.hosts import CtrlC, address_of, session_option, told
+from splitctl.cli.options import json_option, predict_option, prompt_options, sampler_options
+from splitctl.cli.output import ExitCode, Screen, error_body, one_line, print_json
+from splitctl.cli.prompts import PromptUnreadable, read_prompt
+from splitctl.cli.switch import outcome_line
+from splitctl.errors import SplitctlError
+from splitctl.host import Progress
+from splitctl.host.client import Answer, Client, HostGone, wait
+from splitctl.host.requests import ChatMessage, EventsRequest, GenerateRequest
+from splitctl.host.runtime import Address
+from splitctl.sequence import SamplerSpec
+
+
+@dataclass(slots=True)
+class Talk:
+    """What is asked of a session, prompt after prompt.
+
+    Attributes:
+        address: where the session is reached.
+        sampler: how tokens are drawn.
+        n_predict: most tokens of an answer; negative: no limit.
+        is_chat: apply the model's template, and remember what was said.
+        messages: the chat so far.
+    """
+
+    address: Address
+    sampler: SamplerSpec
+    n_predict: int
+    is_chat: bool
+    messages: list[ChatMessage] = field(default_factory=list)
+
+    def request(self, prompt: str) -> GenerateRequest:
+        """Make the request for the next prompt."""
+        if not self.is_chat:
+            return GenerateRequest(prompt=prompt, n_predict=self.n_predict, sampler=self.sampler)
+        messages = (*self.messages, ChatMessage("user", prompt))
+        return GenerateRequest(messages=messages, n_predict=self.n_predict, sampler=self.sampler)
+
+    def remember(self, prompt: str, text: str) -> None:
+        """Note what was said, for the next prompt of a chat."""
+        if self.is_chat:
+            self.messages += [ChatMessage("user", prompt), ChatMessage("assistant", text)]
+
+
+@click.command()
+@session_option
+@prompt_options
+@click.option("--chat", is_flag=True, help="Apply the model's chat template, and remember what was said.")
+@predict_option
+@sampler_options
+@json_option
+def attach(
+    *,
+    session: str | None,
+    prompt: str | None,
+    prompt_file: str | None,
+    chat: bool,
+    n_predict: int,
+    sampler: SamplerSpec,
+    as_json: bool,
+) -> int:
+    """Generate with a running session; without -p or -f, prompts are read line by line.
+
+    A switch that happens meanwhile is told, and the answer goes on. Ctrl-C ends the answer, and at the prompt the
+    command.
+    """
+    if as_json and prompt is None and prompt_file is None:
+        raise click.UsageError("--json prints one answer: give the prompt with -p TEXT or with -f FILE")
+    with Screen(as_json=as_json) as screen:
+        try:
+            address = address_of(session)
+            if prompt is None and prompt_file is None:
+                return _prompts(Talk(address, sampler, n_predict, chat), screen)
+            text = read_prompt(prompt, prompt_file, needed=True)
+            return answer_once(Talk(address, sampler, n_predict, chat), text, screen, as_json=as_json)
+        except PromptUnreadable as error:
+            return screen.fail("PromptUnreadable", error.message, ExitCode.FAILED)
+        except (SplitctlError, OSError) as error:
+            return told(error, screen)
+
+
+def answer_once(talk: Talk, prompt: str, screen: Screen, *, as_json: bool) -> ExitCode:
+    """Answer one prompt and show what came of it.
+
+    Args:
+        talk: the session and how to ask it.
+        prompt: the prompt.
+        screen: where to.
+        as_json: whether stdout gets one object.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        SplitctlError: the host did not do it.
+    """
+    body = _answer(talk, prompt, screen)
+    screen.end_text()
+    code = _code_of(body)
+    message = str(body["message"] or "the answer was ended by Ctrl-C")
+    if code is ExitCode.DONE:
+        screen.line(_rates(body))
+        if as_json:
+            print_json(body)
+        return code
+    screen.line(f"splitctl: {one_line(message)}")
+    if as_json:
+        print_json(error_body("Cancelled" if code is ExitCode.CANCELLED else "StreamEnded", message, code, body))
+    return code
+
+
+def _code_of(body: dict[str, Any]) -> ExitCode:
+    if body["why"] == "error":
+        return ExitCode.FAILED
+    return ExitCode.CANCELLED if body["why"] == "cancelled" else ExitCode.DONE
+
+
+def _prompts(talk: Talk, screen: Screen) -> ExitCode:
+    """Answer prompts until there are no more."""
+    is_terminal = sys.stdin.isatty()
+    for prompt in _lines(screen, is_terminal=is_terminal):
+        body = _answer(talk, prompt, screen)
+        screen.end_text()
+        if body["why"] == "error":
+            screen.line(f"splitctl: {one_line(str(body['message']))}")
+            if not is_terminal:
+                return ExitCode.FAILED
+        elif body["why"] == "cancelled" and not is_terminal:
+            return ExitCode.CANCELLED
+        else:
+            screen.line(_rates(body))
+            talk.remember(prompt, body["text"])
+    return ExitCode.DONE
+
+
+def _lines(screen: Screen, *, is_terminal: bool) -> Iterator[str]:
+    """Read prompts, one a line; empty lines are none."""
+    while True:
+        try:
+            if is_terminal:
+                screen.question("> ")
+            line = sys.stdin.readline()
+        except KeyboardInterrupt:
+            screen.line("")
+            return
+        except UnicodeDecodeError as error:
+            message = f"standard input is not UTF-8 ({error.reason}); convert it, for example with iconv"
+            raise PromptUnreadable(message) from error
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+def _answer(talk: Talk, prompt: str, screen: Screen) -> dict[str, Any]:
+    """Answer a prompt on the screen, with a line for whatever happens to the session meanwhile.
+
+    Returns:
+        How the stream ended, with `text` and `tokens`.
+    """
+    pieces: list[str] = []
+    tokens: list[int] = []
+    with ExitStack() as stack:
+        ctrl_c = stack.enter_context(CtrlC())
+        watch = stack.enter_context(Client(talk.address, EventsRequest()))
+        stream = stack.enter_context(Client(talk.address, talk.request(prompt)))
+        sources: list[Client | int] = [stream, watch, ctrl_c.fileno()]
+        while True:
+            ready = wait(sources)
+            if ctrl_c.fileno() in ready:
+                ctrl_c.take()
+                stream.cancel()
+            if watch in ready and not _watched(watch, screen):
+                sources.remove(watch)
+            if stream not in ready:
+                continue
+            for message in stream.read():
+                if isinstance(message, Answer):
+                    return {**message.body, "text": "".join(pieces), "tokens": tokens}
+                match message.body:
+                    case {"kind": "delta", "text": str() as text, "token": token}:
+                        pieces.append(text)
+                        tokens += [token] if token is not None else []
+                        screen.text(text.encode("utf-8", "replace"))
+                    case {"kind": "begun", "n_prompt": n_prompt, "n_reused": n_reused}:
+                        screen.progress(Progress("prompt", None, f"{n_prompt} tokens, {n_reused} of them held already"))
+                    case {"kind": "paused", "why": str() as why}:
+                        screen.note(f"-- paused: {one_line(why)}")
+
+
+def _watched(watch: Client, screen: Screen) -> bool:
+    """Show what happened to the session; whether there may be more."""
+    try:
+        for message in watch.read():
+            if isinstance(message, Answer):
+                return False
+            line = _line_of(message.body)
+            if line:
+                screen.note(f"-- {line}")
+    except HostGone:
+        # The stream tells its own end.
+        return False
+    return True
+
+
+def _line_of(event: dict[str, Any]) -> str:
+    """Say an event of the session in one line; empty where it is not worth one."""
+    match event:
+        case {"kind": "switch_ended", "outcome": dict() as outcome}:
+            return outcome_line(outcome)
+        case {"kind": "trial_ended", "outcome": {"status": "switched"}}:
+            return ""
+        case {"kind": "trial_ended", "outcome": dict() as outcome}:
+            return outcome_line(outcome)
+        case {"kind": "worker_gone", "reason": str() as reason}:
+            return f"{one_line(reason)}; recovering"
+        case {"kind": "session_recovered", "mode": str() as mode, "recomputed": bool() as recomputed}:
+            return f"the session serves again in {mode} mode{', read again from its tokens' if recomputed else ''}"
+        case {"kind": "session_parked", "path": path}:
+            return f"the session is parked at {path}; splitctl restore {path} brings it back"
+    return ""
+
+
+def _rates(body: dict[str, Any]) -> str:
+    """Say how fast it was, in one line."""
+
+    def rate(n: int, ms: float) -> str:
+        return f"{n} tokens at {n / ms * 1e3:,.1f} tokens/s" if n and ms else f"{n} tokens"
+
+    n_read = body["n_prompt"] - body["n_reused"]
+    held = f", {body['n_reused']} held already" if body["n_reused"] else ""
+    generated = rate(body["n_predicted"], body["generate_ms"])
+    return f"prompt {rate(n_read, body['prompt_ms'])}{held}, generate {generated} ({body['why']})"

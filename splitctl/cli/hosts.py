@@ -1,0 +1,125 @@
+"""How a command speaks with a host: which one, what may go wrong, and Ctrl-C as something to wait for."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+import click
+
+from splitctl.cli.output import EXIT_OF_FAULT, ExitCode, Screen
+from splitctl.errors import Cancelled, ConfigInvalid, SplitctlError
+from splitctl.host import Fault
+from splitctl.host.client import Answer, Client, RequestFailed, wait
+from splitctl.host.requests import Request
+from splitctl.host.runtime import Address, NoSuchSession, find, runtime_folder
+
+Command = Callable[..., Any]
+
+#: A host that says nothing for so long to a question that needs no work hangs [seconds].
+STATUS_S = 5.0
+
+_SIGNALS = 4096
+
+
+def session_option(command: Command) -> Command:
+    """Add `--session`."""
+    return click.option("--session", metavar="NAME", help="Which session; one alone needs no name.")(command)
+
+
+class CtrlC:
+    """Interrupts as a descriptor that becomes readable, so that nothing that was read is lost to one.
+
+    Lifetime:
+        Use as a context manager in the main thread; leaving it gives the handler back.
+    """
+
+    def __enter__(self) -> Self:
+        """Take the signal."""
+        self._read_end, self._write_end = socket.socketpair()
+        for end in (self._read_end, self._write_end):
+            end.settimeout(0.0)
+        self._handler = signal.signal(signal.SIGINT, lambda _number, _frame: None)
+        self._wakeup = signal.set_wakeup_fd(self._write_end.fileno(), warn_on_full_buffer=False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give the signal back."""
+        signal.set_wakeup_fd(self._wakeup)
+        signal.signal(signal.SIGINT, self._handler)
+        self._read_end.close()
+        self._write_end.close()
+
+    def fileno(self) -> int:
+        """Give the descriptor that becomes readable at an interrupt."""
+        return self._read_end.fileno()
+
+    def take(self) -> None:
+        """Note that the interrupts so far were seen."""
+        with suppress(BlockingIOError):
+            self._read_end.recv(_SIGNALS)
+
+
+def address_of(session: str | None) -> Address:
+    """Find the host of a session.
+
+    Args:
+        session: its name; None: the only one.
+
+    Raises:
+        ConfigInvalid, NoSuchSession, RuntimeFolderUnsafe: as `find`.
+    """
+    return find(runtime_folder(), session)
+
+
+def ask_host(session: str | None, request: Request) -> dict[str, Any]:
+    """Ask a session's host, and wait for the answer; an interrupt ends the waiting, not the host's work.
+
+    Args:
+        session: the session's name; None: the only one.
+        request: what it is asked for.
+
+    Returns:
+        The answer.
+
+    Raises:
+        SplitctlError: whatever `told` can tell.
+    """
+    with CtrlC() as ctrl_c, Client(address_of(session), request) as client:
+        while True:
+            if ctrl_c.fileno() in wait([client, ctrl_c.fileno()]):
+                what = "waiting for the host, which goes on with what it was asked for,"
+                raise Cancelled(what)
+            for message in client.read():
+                if isinstance(message, Answer):
+                    return message.body
+
+
+def told(error: SplitctlError | OSError, screen: Screen) -> ExitCode:
+    """Tell an error of a host, or of the way there.
+
+    Args:
+        error: the error.
+        screen: where to.
+
+    Returns:
+        The exit status.
+    """
+    match error:
+        case RequestFailed():
+            return screen.fail(error.kind, error.message, EXIT_OF_FAULT[error.fault], error.body)
+        case NoSuchSession():
+            code = ExitCode.NO_SESSION
+        case ConfigInvalid():
+            code = EXIT_OF_FAULT[Fault.CONFIG]
+        case Cancelled():
+            code = ExitCode.CANCELLED
+        case _:
+            code = ExitCode.FAILED
+    return screen.fail(type(error).__name__, str(error), code)

@@ -1,0 +1,78 @@
+"""The prompt of a command: from its argument, a file or stdin, as text."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from splitctl.cli.output import ExitCode
+
+#: A longer prompt is no prompt [bytes].
+_MAX_PROMPT_BYTES = 64 * 1024 * 1024
+
+
+class PromptUnreadable(click.ClickException):
+    """A prompt that cannot be read as text."""
+
+    exit_code = ExitCode.FAILED
+
+
+def read_prompt(text: str | None, file: str | None, *, needed: bool) -> str:
+    """Take the prompt from its one source.
+
+    Args:
+        text: the prompt of `-p`.
+        file: the file of `-f`, `-` for stdin.
+        needed: whether a run without a prompt makes no sense.
+
+    Returns:
+        The prompt; empty only where none is needed.
+
+    Raises:
+        click.UsageError: no source, two, or an empty prompt.
+        PromptUnreadable: the source cannot be read, or is not UTF-8.
+    """
+    if text is None and file is None and not needed:
+        return ""
+    if (text is None) == (file is None):
+        raise click.UsageError("give the prompt with -p TEXT or with -f FILE (one of them)")
+    if text is not None:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            where = f"byte {error.start} of -p"
+            raise PromptUnreadable(f"the prompt is not UTF-8 ({where}); convert it, for example with iconv") from error
+    else:
+        text = _decoded(_read(str(file)), str(file))
+    if not text:
+        raise click.UsageError("the prompt is empty; give some text with -p or -f")
+    return text
+
+
+def _read(file: str) -> bytes:
+    """Read a prompt's bytes."""
+    try:
+        if file == "-":
+            raw = sys.stdin.buffer.read(_MAX_PROMPT_BYTES + 1)
+        else:
+            with Path(file).open("rb") as handle:
+                raw = handle.read(_MAX_PROMPT_BYTES + 1)
+    except OSError as error:
+        text = f"the prompt file {file} cannot be read: {error.strerror}; name a text file, or - for stdin"
+        raise PromptUnreadable(text) from error
+    if len(raw) > _MAX_PROMPT_BYTES:
+        raise PromptUnreadable(f"the prompt file {file} is over {_MAX_PROMPT_BYTES} bytes; name a text file")
+    return raw
+
+
+def _decoded(raw: bytes, file: str) -> str:
+    """Read bytes as UTF-8; llama.cpp drops one line feed at the end, and so do we."""
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        found = f"byte {error.start} is 0x{raw[error.start]:02x}"
+        message = f"the prompt file {file} is not UTF-8 ({found}); convert it, for example with iconv"
+        raise PromptUnreadable(message) from error
+    return text.removesuffix("\n")

@@ -1,0 +1,205 @@
+"""`splitctl switch`: move a running session to another placement, or say what that would do."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from splitctl.cli.hosts import CtrlC, address_of, ask_host, session_option, told
+from splitctl.cli.options import MODES, Mode, changes_options, json_option
+from splitctl.cli.output import (
+    EXIT_OF_STATUS,
+    ExitCode,
+    Screen,
+    error_body,
+    mib,
+    one_line,
+    print_json,
+    switch_table,
+)
+from splitctl.errors import SplitctlError
+from splitctl.host import Progress
+from splitctl.host.client import Answer, Client, wait
+from splitctl.host.requests import PROOFS, CheckRequest, SwitchRequest
+from splitctl.outcome import to_plain
+from splitctl.placement import Placement, SplitMode
+
+_STDIN = 0
+_LINE_BYTES = 4096
+
+
+@click.command()
+@click.option("--to", "to", type=Mode(), metavar=MODES, help="The split mode to switch to; the same as -sm.")
+@session_option
+@click.option("--proof", type=click.Choice(PROOFS), default="bytes", show_default=True, help="How a switch is proved.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=float,
+    metavar="S",
+    help="Longest wait for the token boundary; no limit if not given.",
+)
+@click.option("--no-convert", is_flag=True, help="Refuse a switch that would have to convert the cache.")
+@click.option("--force", is_flag=True, help="Switch in spite of what a try in a child process speaks against.")
+@click.option("--dry-run", is_flag=True, help="Say what would happen, and touch nothing.")
+@changes_options
+@json_option
+def switch(
+    *,
+    to: SplitMode | None,
+    session: str | None,
+    proof: str,
+    timeout_s: float | None,
+    no_convert: bool,
+    force: bool,
+    dry_run: bool,
+    changes: dict[str, Any],
+    as_json: bool,
+) -> int:
+    """Switch a running session to another placement; what is not named stays as it is."""
+    if to is not None:
+        if changes.get("mode", to) is not to:
+            raise click.UsageError(f"--to {to.value} and -sm {changes['mode'].value} contradict each other")
+        changes["mode"] = to
+    if not changes:
+        raise click.UsageError("name what is to change: --to MODE, or a placement flag such as -c or --device")
+    plain = {name: to_plain(value) for name, value in changes.items()}
+    with Screen(as_json=as_json) as screen:
+        try:
+            if dry_run:
+                body = ask_host(session, CheckRequest(plain, convert=not no_convert, force=force))
+                return _show_check(body, as_json=as_json)
+            request = SwitchRequest(plain, proof, not no_convert, force, timeout_s)
+            asks = not as_json and sys.stdin.isatty() and screen.console.is_terminal
+            outcome = _switch(session, request, screen, asks=asks)
+        except (SplitctlError, OSError) as error:
+            return told(error, screen)
+        if outcome is None:
+            message = "the switch was left running; splitctl ps shows how it ends"
+            return screen.fail("Cancelled", message, ExitCode.CANCELLED)
+        return show_outcome(outcome, screen, as_json=as_json)
+
+
+def _switch(session: str | None, request: SwitchRequest, screen: Screen, *, asks: bool) -> dict[str, Any] | None:
+    """Switch, and show the stages; an interrupt cancels, or asks whether to.
+
+    Returns:
+        The outcome; None where the switch was left running.
+    """
+    is_asking = False
+    with CtrlC() as ctrl_c, Client(address_of(session), request) as client:
+        while True:
+            sources: list[Client | int] = [client, ctrl_c.fileno()]
+            ready = wait([*sources, _STDIN] if is_asking else sources)
+            if client in ready:
+                for message in client.read():
+                    if isinstance(message, Answer):
+                        if is_asking:
+                            screen.line("")
+                        return message.body
+                    if not is_asking:
+                        screen.progress(_progress(message.body))
+            elif ctrl_c.fileno() in ready:
+                ctrl_c.take()
+                if asks and not is_asking:
+                    is_asking = True
+                    screen.question("cancel the switch, or leave it running? [c/l] ")
+                else:
+                    is_asking = False
+                    client.cancel()
+                    screen.line("cancelling")
+            elif is_asking:
+                answer = os.read(_STDIN, _LINE_BYTES).strip().lower()
+                if answer in {b"l", b"leave"}:
+                    return None
+                if answer in {b"c", b"cancel", b""}:
+                    is_asking = False
+                    client.cancel()
+                else:
+                    screen.question("c cancels it, l leaves it running: ")
+
+
+def _progress(body: dict[str, Any]) -> Progress:
+    share = body.get("share")
+    return Progress(f"switch: {body.get('stage')}", float(share) if isinstance(share, int | float) else None)
+
+
+def show_outcome(outcome: dict[str, Any], screen: Screen, *, as_json: bool) -> ExitCode:
+    """Show how a switch ended.
+
+    Args:
+        outcome: the outcome object of the contract.
+        screen: where to.
+        as_json: whether stdout gets the object.
+
+    Returns:
+        The exit status.
+    """
+    code = EXIT_OF_STATUS.get(str(outcome.get("status")), ExitCode.FAILED)
+    why = "; ".join(one["text"] for one in outcome.get("reasons") or ()) or str(outcome.get("reason") or "")
+    if as_json:
+        print_json(error_body("Cancelled", why, code, outcome) if code is ExitCode.CANCELLED else outcome)
+    elif outcome.get("status") not in {"unchanged", "refused"}:
+        screen.table(switch_table(outcome))
+    if not as_json and code is ExitCode.DONE:
+        click.echo(outcome_line(outcome))
+    elif code is not ExitCode.DONE:
+        status = str(outcome.get("status")).replace("_", " ")
+        screen.line(f"splitctl: the switch to {outcome.get('requested')} ended: {status}: {one_line(why)}")
+    if outcome.get("parked_at"):
+        at = outcome["parked_at"]
+        screen.line(f"splitctl: the session is parked at {at}; splitctl restore {at} brings it back")
+    return code
+
+
+def outcome_line(outcome: dict[str, Any]) -> str:
+    """Say an outcome in one line.
+
+    Args:
+        outcome: the outcome object of the contract.
+    """
+    status = str(outcome.get("status"))
+    if status == "unchanged":
+        return f"unchanged: the session serves in {outcome.get('effective')} mode, placed like this already"
+    if status != "switched":
+        reason = one_line(str(outcome.get("reason")))
+        return f"the switch to {outcome.get('requested')} ended: {status.replace('_', ' ')}: {reason}"
+    parts = [f"switched to {outcome.get('effective')} in {outcome.get('total_ms') or 0.0:,.0f} ms"]
+    n_sequences = outcome.get("n_sequences")
+    parts.append(f"{outcome.get('n_tokens')} tokens of {n_sequences} sequence{'' if n_sequences == 1 else 's'} carried")
+    parts += [f"converted: {one}" for one in outcome.get("conversions") or ()]
+    parts.append("confirmed" if outcome.get("confirmed") else "the first decode will confirm it")
+    return "; ".join(parts)
+
+
+def _show_check(body: dict[str, Any], *, as_json: bool) -> ExitCode:
+    """Show what a switch would do."""
+    reasons = body.get("reasons") or []
+    code = ExitCode.REFUSED if reasons else ExitCode.DONE
+    if as_json:
+        print_json(body)
+    else:
+        click.echo("\n".join(_check_lines(body, reasons)))
+    return code
+
+
+def _check_lines(body: dict[str, Any], reasons: list[dict[str, Any]]) -> Iterator[str]:
+    target = Placement.from_json(body["target"])
+    yield f"target       {target.describe()}"
+    if body.get("is_unchanged"):
+        yield "would be     unchanged: the session serves in it already"
+        return
+    yield f"would be     {'refused' if reasons else 'tried'}"
+    for reason in reasons:
+        yield f"reason       {one_line(reason['text'])} [{reason['code']}]"
+    for conversion in body.get("conversions") or ():
+        yield f"conversion   {one_line(conversion)}"
+    memory = (("state", "state_bytes"), ("weights placed again", "weight_bytes"), ("free host memory", "mem_available"))
+    known = [f"{name} {mib(body[key])}" for name, key in memory if body.get(key) is not None]
+    yield f"memory       {', '.join(known) if known else 'not known'}"
+    seconds = body.get("expected_s")
+    yield f"would take   {'not known: no such switch yet' if seconds is None else f'about {seconds:.2g} s, as before'}"
