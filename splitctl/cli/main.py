@@ -9,12 +9,16 @@ from importlib import metadata
 
 import click
 
+from splitctl.cli.attach import attach
 from splitctl.cli.devices import devices
 from splitctl.cli.doctor import doctor
 from splitctl.cli.explain import explain
 from splitctl.cli.output import ExitCode, Screen, error_body, one_line, print_json
 from splitctl.cli.run import run
+from splitctl.cli.serve import serve
+from splitctl.cli.sessions import ps, restore, save, stop
 from splitctl.cli.state import state
+from splitctl.cli.switch import switch
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -24,6 +28,13 @@ def cli() -> None:
 
 
 cli.add_command(run)
+cli.add_command(serve)
+cli.add_command(switch)
+cli.add_command(attach)
+cli.add_command(ps)
+cli.add_command(stop)
+cli.add_command(save)
+cli.add_command(restore)
 cli.add_command(devices)
 cli.add_command(doctor)
 cli.add_command(explain)

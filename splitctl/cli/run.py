@@ -99,16 +99,16 @@ def run(
     as_json: bool,
 ) -> int:
     """Read a prompt under one split mode, switch to another, and generate."""
+    if model is None and session is None:
+        hint = "'-m' / '--model'"
+        raise click.MissingParameter(ctx=click.get_current_context(), param_hint=hint, param_type="option")
     with Screen(as_json=as_json, verbose=verbose) as screen:
         try:
             text = read_prompt(prompt, prompt_file, needed=restore is None)
         except PromptUnreadable as error:
             return screen.fail("PromptUnreadable", error.message, ExitCode.FAILED)
-        if session is not None:
+        if model is None or session is not None:
             return _with_session(session, text, sampler, n_predict, screen, is_chat=chat, as_json=as_json)
-        if model is None:
-            hint = "'-m' / '--model'"
-            raise click.MissingParameter(ctx=click.get_current_context(), param_hint=hint, param_type="option")
         request = RunRequest(
             model=model,
             library=library,
@@ -132,7 +132,14 @@ def run(
 
 
 def _with_session(
-    session: str, prompt: str, sampler: SamplerSpec, n_predict: int, screen: Screen, *, is_chat: bool, as_json: bool
+    session: str | None,
+    prompt: str,
+    sampler: SamplerSpec,
+    n_predict: int,
+    screen: Screen,
+    *,
+    is_chat: bool,
+    as_json: bool,
 ) -> ExitCode:
     """Generate with a session that another process holds.
 

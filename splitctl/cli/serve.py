@@ -1,0 +1,198 @@
+"""`splitctl serve`: hold a session in a process of its own, until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+import platformdirs
+
+from splitctl.cli.hosts import told
+from splitctl.cli.options import json_option, library_option, rpc_option, serving_placement_options, verbose_option
+from splitctl.cli.output import ExitCode, Screen, one_line, print_json
+from splitctl.errors import SplitctlError
+from splitctl.host.config import HostConfig
+from splitctl.host.control import ControlServer
+from splitctl.host.orders import AdapterFile
+from splitctl.host.runtime import DEFAULT_NAME, Claim, checked_name, claim, prepared, runtime_folder
+from splitctl.host.supervisor import Supervisor
+from splitctl.placement import Placement
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class ScaledAdapter(click.ParamType[AdapterFile]):
+    """A LoRA file and its scale."""
+
+    name = "FILE:SCALE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> AdapterFile:
+        """Take the text apart at its last colon."""
+        if isinstance(value, AdapterFile):
+            return value
+        file, _, scale = str(value).rpartition(":")
+        try:
+            factor = float(scale)
+        except ValueError:
+            factor = math.nan
+        if not file or not math.isfinite(factor):
+            self.fail(f"{value!r} is not FILE:SCALE, such as style.gguf:0.5", param, ctx)
+        return AdapterFile(Path(file).absolute(), factor)
+
+
+@click.command()
+@click.option(
+    "-m", "--model", type=click.Path(path_type=Path), envvar="LLAMA_ARG_MODEL", required=True, help="The GGUF file."
+)
+@click.option("--session", default=DEFAULT_NAME, show_default=True, metavar="NAME", help="The session's name.")
+@click.option(
+    "--lora", "lora", multiple=True, type=click.Path(path_type=Path), metavar="FILE", help="A LoRA adapter, at scale 1."
+)
+@click.option("--lora-scaled", "lora_scaled", multiple=True, type=ScaledAdapter(), help="A LoRA adapter and its scale.")
+@click.option("--resume", is_flag=True, help="Go on with the session of this name that was saved last.")
+@click.option(
+    "--checkpoint",
+    "checkpoint_s",
+    type=click.FloatRange(min=0.0, min_open=True),
+    metavar="S",
+    help="Save the session every S seconds while it changes; off if not given. It is always saved when it is stopped.",
+)
+@click.option(
+    "--deadline",
+    "deadline_s",
+    type=click.FloatRange(min=0.0, min_open=True),
+    default=60.0,
+    show_default=True,
+    metavar="S",
+    help="Take the process that holds the library for hung when it makes no progress for so long.",
+)
+@click.option("--force", is_flag=True, help="Open also what only a try in a child process speaks against.")
+@serving_placement_options
+@library_option
+@rpc_option
+@verbose_option
+@json_option
+def serve(
+    *,
+    model: Path,
+    session: str,
+    lora: tuple[Path, ...],
+    lora_scaled: tuple[AdapterFile, ...],
+    resume: bool,
+    checkpoint_s: float | None,
+    deadline_s: float,
+    force: bool,
+    placement: Placement,
+    library: Path | None,
+    rpc: tuple[str, ...],
+    verbose: bool,
+    as_json: bool,
+) -> int:
+    """Serve a session that outlives the library: switch, attach, save and stop it from other terminals."""
+    with Screen(as_json=as_json, verbose=verbose) as screen:
+        try:
+            folder = platformdirs.user_state_path("splitctl") / "sessions"
+            config = HostConfig(
+                model=model.absolute(),
+                library=None if library is None else library.absolute(),
+                placement=placement,
+                adapters=(*(AdapterFile(one.absolute()) for one in lora), *lora_scaled),
+                rpc=rpc,
+                force=force,
+                name=checked_name(session),
+                deadline_s=deadline_s,
+                checkpoint_s=checkpoint_s,
+                resume=folder / f"{session}.safetensors" if resume else None,
+                state_folder=folder,
+            )
+            with claim(prepared(runtime_folder()), session) as held:
+                return asyncio.run(_Serving(config, held, screen, as_json=as_json).run())
+        except (SplitctlError, OSError) as error:
+            return told(error, screen)
+
+
+class _Serving:
+    """A host from its start to its end."""
+
+    def __init__(self, config: HostConfig, held: Claim, screen: Screen, *, as_json: bool) -> None:
+        self._config = config
+        self._held = held
+        self._screen = screen
+        self._as_json = as_json
+        self._over = asyncio.Event()
+        self._stopping: asyncio.Task[dict[str, Any]] | None = None
+        self._supervisor = Supervisor(config, env=os.environ, tell=self._log)
+
+    async def run(self) -> ExitCode:
+        """Serve until a signal or a client says stop."""
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number)
+        control = ControlServer(self._supervisor, stop=self._stop, tell=self._log)
+        await control.start(self._held.listen())
+        try:
+            self._log(f"loading {self._config.model}")
+            await self._start()
+            if self._stopping is None:
+                self._say_ready()
+            await self._over.wait()
+            if self._stopping is not None:
+                await self._stopping
+        finally:
+            await control.close()
+        return ExitCode.DONE
+
+    async def _start(self) -> None:
+        """Load the model; an end that was asked for meanwhile is none of its failures."""
+        try:
+            await self._supervisor.start()
+        except (SplitctlError, OSError):
+            if self._stopping is None:
+                raise
+
+    def _say_ready(self) -> None:
+        """Print the one line that says that the session serves."""
+        path = self._held.address.path
+        if self._as_json:
+            print_json({"session": self._config.name, "socket": str(path), "pid": os.getpid()})
+            return
+        sys.stdout.write(f"ready: session {self._config.name} at {path}\n")
+        sys.stdout.flush()
+
+    async def _stop(self) -> dict[str, Any]:
+        """Save the session and end, once; whoever asks gets the same answer."""
+        if self._stopping is None:
+            self._stopping = asyncio.ensure_future(self._end())
+        return await asyncio.shield(self._stopping)
+
+    async def _end(self) -> dict[str, Any]:
+        try:
+            body = await self._supervisor.stop(save=True)
+        finally:
+            self._over.set()
+        self._log(f"ended; saved at {body['path']}" if body.get("path") else "ended; there was nothing to save")
+        return body
+
+    def _on_signal(self, number: int) -> None:
+        """End well at the first signal, at once at the second."""
+        name = signal.Signals(number).name
+        if self._stopping is not None:
+            self._log(f"{name} again: ending now")
+            self._held.release()
+            # The worker reads the end of its stdin, and ends as well.
+            os._exit(ExitCode.CANCELLED)
+        self._log(f"{name}: ending; once more ends at once, without saving")
+        self._stopping = asyncio.ensure_future(self._end())
+
+    def _log(self, text: str) -> None:
+        """Write a line of the log; a terminal that is gone is no reason to end."""
+        with suppress(OSError):
+            self._screen.line(f"{time.strftime('%H:%M:%S')} {one_line(text)}")
