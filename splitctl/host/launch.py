@@ -34,6 +34,9 @@ _CHUNK_BYTES = 65536
 _TAIL_LINES = 40
 _GRACE_S = 5.0
 
+#: A process that has said nothing at all is still being started, which no library slows down [seconds].
+_START_S = 30.0
+
 #: How often a silent child's parent asks whether to go on [seconds].
 _POLL_S = 0.1
 
@@ -145,7 +148,7 @@ class Worker:
 
         Args:
             deadline_s: longest silence that is borne while something is expected, seconds; the child is killed after
-                it. None waits for ever.
+                it. Before its first event the child has 30 s in any case. None waits for ever.
             is_cancelled: asked before every event and all through a silence; the child is killed at the first yes.
 
         Yields:
@@ -162,7 +165,7 @@ class Worker:
             selector.register(self._events_fd, selectors.EVENT_READ, "events")
             selector.register(self._output_fd(), selectors.EVENT_READ, "output")
             selector.register(self._alarm, selectors.EVENT_READ, "alarm")
-            heard_at = time.monotonic()
+            heard_at = time.monotonic() + max(0.0, _START_S - (deadline_s or 0.0))
             while True:
                 self._end_if(is_cancelled)
                 self._write(selector)
