@@ -8,14 +8,16 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import platformdirs
 
 from splitctl.cli.hosts import told
+from splitctl.cli.http_options import http_options
 from splitctl.cli.options import json_option, library_option, rpc_option, serving_placement_options, verbose_option
 from splitctl.cli.output import ExitCode, Screen, one_line, print_json
 from splitctl.errors import SplitctlError
@@ -25,6 +27,9 @@ from splitctl.host.orders import AdapterFile
 from splitctl.host.runtime import DEFAULT_NAME, Claim, checked_name, claim, prepared, runtime_folder
 from splitctl.host.supervisor import Supervisor
 from splitctl.placement import Placement
+
+if TYPE_CHECKING:
+    from splitctl.http import HttpConfig, HttpServer
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -75,6 +80,7 @@ class ScaledAdapter(click.ParamType[AdapterFile]):
     help="Take the process that holds the library for hung when it makes no progress for so long.",
 )
 @click.option("--force", is_flag=True, help="Open also what only a try in a child process speaks against.")
+@http_options
 @serving_placement_options
 @library_option
 @rpc_option
@@ -93,6 +99,7 @@ def serve(
     placement: Placement,
     library: Path | None,
     rpc: tuple[str, ...],
+    http: HttpConfig | None,
     verbose: bool,
     as_json: bool,
 ) -> int:
@@ -114,7 +121,7 @@ def serve(
                 state_folder=folder,
             )
             with claim(prepared(runtime_folder()), session) as held:
-                return asyncio.run(_Serving(config, held, screen, as_json=as_json).run())
+                return asyncio.run(_Serving(config, held, screen, http, as_json=as_json).run())
         except (SplitctlError, OSError) as error:
             return told(error, screen)
 
@@ -122,22 +129,30 @@ def serve(
 class _Serving:
     """A host from its start to its end."""
 
-    def __init__(self, config: HostConfig, held: Claim, screen: Screen, *, as_json: bool) -> None:
+    def __init__(
+        self, config: HostConfig, held: Claim, screen: Screen, http: HttpConfig | None, *, as_json: bool
+    ) -> None:
         self._config = config
+        self._http = http
         self._held = held
         self._screen = screen
         self._as_json = as_json
         self._over = asyncio.Event()
         self._stopping: asyncio.Task[dict[str, Any]] | None = None
         self._supervisor = Supervisor(config, env=os.environ, tell=self._log)
+        self._server: HttpServer | None = None
 
     async def run(self) -> ExitCode:
         """Serve until a signal or a client says stop."""
+        if self._http is not None:
+            self._server = _server_of(self._supervisor, self._http, self._log)
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         control = ControlServer(self._supervisor, stop=self._stop, tell=self._log)
         await control.start(self._held.listen())
+        if self._server is not None:
+            await self._server.start()
         try:
             self._log(f"loading {self._config.model}")
             await self._start()
@@ -148,6 +163,8 @@ class _Serving:
                 await self._stopping
         finally:
             await control.close()
+            if self._server is not None:
+                await self._server.close()
         return ExitCode.DONE
 
     async def _start(self) -> None:
@@ -161,10 +178,11 @@ class _Serving:
     def _say_ready(self) -> None:
         """Print the one line that says that the session serves."""
         path = self._held.address.path
+        url = None if self._server is None else self._server.url
         if self._as_json:
-            print_json({"session": self._config.name, "socket": str(path), "pid": os.getpid()})
+            print_json({"session": self._config.name, "socket": str(path), "url": url, "pid": os.getpid()})
             return
-        sys.stdout.write(f"ready: session {self._config.name} at {path}\n")
+        sys.stdout.write(f"ready: session {self._config.name} at {path}{f' and {url}' if url else ''}\n")
         sys.stdout.flush()
 
     async def _stop(self) -> dict[str, Any]:
@@ -196,3 +214,12 @@ class _Serving:
         """Write a line of the log; a terminal that is gone is no reason to end."""
         with suppress(OSError):
             self._screen.line(f"{time.strftime('%H:%M:%S')} {one_line(text)}")
+
+
+def _server_of(supervisor: Supervisor, http: HttpConfig, tell: Callable[[str], None]) -> HttpServer:
+    """Take the port before the model is loaded: a port that is taken is told at once."""
+    from splitctl.http import HttpServer  # noqa: PLC0415 - an extra, which a session on its socket does without
+
+    server = HttpServer(supervisor, http, tell=tell)
+    server.listen()
+    return server

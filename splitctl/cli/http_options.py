@@ -1,0 +1,124 @@
+"""Flags of the HTTP server, with llama-server's names and variables; what they need is imported when they are used."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from splitctl.errors import ConfigInvalid
+
+if TYPE_CHECKING:
+    from splitctl.http import HttpConfig
+
+_DEFAULT_HOST = "127.0.0.1"
+_DEFAULT_PORT = 8080
+_MAX_KEY_FILE_BYTES = 1 << 20
+_ORIGIN = re.compile(r"https?://[^/\s]+")
+
+
+def http_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the flags; it gets ``http``: how to listen, or None where neither host nor port was named."""
+
+    @click.option(
+        "--host", envvar="LLAMA_ARG_HOST", help=f"Serve HTTP on this address; {_DEFAULT_HOST} if only a port."
+    )
+    @click.option(
+        "--port",
+        type=click.IntRange(0, 65535),
+        envvar="LLAMA_ARG_PORT",
+        help=f"Serve HTTP on this port; {_DEFAULT_PORT} if only a host. 0 takes a free one.",
+    )
+    @click.option(
+        "--api-key",
+        "api_keys",
+        multiple=True,
+        envvar="LLAMA_API_KEY",
+        metavar="KEY",
+        help="Ask HTTP clients for this key; may be given several times. Safer from --api-key-file or LLAMA_API_KEY.",
+    )
+    @click.option(
+        "--api-key-file",
+        type=click.Path(path_type=Path),
+        envvar="LLAMA_ARG_API_KEY_FILE",
+        metavar="FILE",
+        help="Ask HTTP clients for one of the keys in this file, one a line.",
+    )
+    @click.option("--cors", "origins", multiple=True, metavar="ORIGIN", help="Let pages of this origin use the server.")
+    @click.option(
+        "--slot-save-path",
+        "save_folder",
+        type=click.Path(path_type=Path),
+        envvar="LLAMA_ARG_SLOT_SAVE_PATH",
+        metavar="FOLDER",
+        help="Let HTTP clients save and restore the session in this folder.",
+    )
+    @functools.wraps(command)
+    def wrapped(
+        *,
+        host: str | None,
+        port: int | None,
+        api_keys: tuple[str, ...],
+        api_key_file: Path | None,
+        origins: tuple[str, ...],
+        save_folder: Path | None,
+        **rest: Any,
+    ) -> Any:
+        if host is None and port is None:
+            named = click.get_current_context().get_parameter_source
+            if any(named(one) is _COMMAND_LINE for one in ("api_keys", "api_key_file", "origins", "save_folder")):
+                raise click.UsageError("--api-key, --cors and --slot-save-path are for HTTP: give --port too")
+            return command(http=None, **rest)
+        http = _config(host, port, (*api_keys, *_keys_of(api_key_file)), origins, save_folder)
+        return command(http=http, **rest)
+
+    return wrapped
+
+
+_COMMAND_LINE = click.core.ParameterSource.COMMANDLINE
+
+
+def _config(
+    host: str | None, port: int | None, keys: tuple[str, ...], origins: tuple[str, ...], folder: Path | None
+) -> HttpConfig:
+    try:
+        from splitctl.http import HttpConfig  # noqa: PLC0415 - an extra, which other commands do without
+    except ModuleNotFoundError as error:
+        way = "pip install 'splitctl[server]', or leave out --host and --port"
+        raise click.UsageError(f"serving HTTP needs the package {error.name}: {way}") from error
+    if not all(key.strip() and key.isascii() and key.isprintable() for key in keys):
+        raise click.UsageError("an API key is empty or has characters that no header can hold")
+    for origin in origins:
+        if _ORIGIN.fullmatch(origin) is None:
+            raise click.UsageError(f"--cors {origin!r} is no origin, such as https://example.org")
+    if folder is not None and not folder.is_dir():
+        raise click.UsageError(f"--slot-save-path {folder} is no folder")
+    return HttpConfig(
+        host=host or _DEFAULT_HOST,
+        port=_DEFAULT_PORT if port is None else port,
+        api_keys=tuple(key.strip() for key in keys),
+        origins=origins,
+        folder=None if folder is None else folder.absolute(),
+    )
+
+
+def _keys_of(file: Path | None) -> tuple[str, ...]:
+    if file is None:
+        return ()
+    try:
+        with file.open("rb") as handle:
+            raw = handle.read(_MAX_KEY_FILE_BYTES + 1)
+        lines = raw.decode("ascii").splitlines() if len(raw) <= _MAX_KEY_FILE_BYTES else []
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigInvalid("--api-key-file", str(file), f"a readable text file ({error})") from error
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:
+        raise ConfigInvalid("--api-key-file", str(file), "a file with at least one key")
+    return keys
+
+
+__all__ = ["http_options"]

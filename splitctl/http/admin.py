@@ -1,0 +1,254 @@
+"""What a person or a manager asks of a server: how it is, the switch and what happens to it, files.
+
+Laws:
+    1. A file is a base name in the one folder that was named at the start; without one there are no files.
+    2. Without a key, what changes the session is for this machine alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from splitctl.errors import SplitctlError
+from splitctl.host.connection import event_body
+from splitctl.host.control import Hosted
+from splitctl.host.requests import REQUESTS, CheckRequest, SwitchRequest, changes_from_json
+from splitctl.host.wire import from_object, shown
+from splitctl.http import bodies
+from splitctl.http.answers import comment
+from splitctl.http.errors import ApiError
+from splitctl.http.guard import Intake
+from splitctl.http.sse import EventStream
+from splitctl.http.watch import Watch
+from splitctl.placement import SplitMode
+
+#: Longest silence of the events [seconds].
+_SILENCE_S = 10.0
+_MAX_NAME = 128
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._ -]*")
+
+#: What the health of a server in each state is called.
+_HEALTH = {"serving": "ok"}
+
+
+class Admin:
+    """The routes beside OpenAI's.
+
+    Thread: the loop's.
+    """
+
+    def __init__(self, host: Hosted, intake: Intake, watch: Watch, folder: Path | None, *, is_open: bool) -> None:
+        """Answer from a session.
+
+        Args:
+            host: does the work.
+            intake: reads bodies.
+            watch: knows the last switches.
+            folder: where files are saved and restored; None: nowhere.
+            is_open: whether the session may be changed: there is a key, or the server listens to this machine alone.
+        """
+        self._host = host
+        self._intake = intake
+        self._watch = watch
+        self._folder = folder
+        self._is_open = is_open
+        self._judged: tuple[str, dict[str, Any]] | None = None
+        self._judging = asyncio.Lock()
+
+    async def health(self, _request: Request) -> Response:
+        """Say whether the server lives; 503 only while the model is loaded for the first time."""
+        state = str(self._host.status()["state"])
+        if state == "loading":
+            error = ApiError(503, "the model is being loaded", code="loading")
+            return JSONResponse({"status": "loading", **error.body}, 503, {"Retry-After": "1"})
+        return JSONResponse({"status": _HEALTH.get(state, state)})
+
+    async def props(self, _request: Request) -> Response:
+        """Say what is served, and where."""
+        status = self._host.status()
+        model, placement = status.get("model") or {}, status.get("placement") or {}
+        path = str(model.get("path") or "")
+        return JSONResponse(
+            {
+                "model_alias": model.get("name"),
+                "model_path": path.rpartition("/")[2],
+                "model": {**model, "path": path.rpartition("/")[2]},
+                "build_info": model.get("build"),
+                "total_slots": placement.get("n_seq_max"),
+                "default_generation_settings": {"n_ctx": placement.get("n_ctx")},
+                "split_mode": {"requested": status.get("requested"), "effective": status.get("effective")},
+                "placement": placement,
+                "session": status.get("name"),
+                "has_files": self._folder is not None,
+            }
+        )
+
+    async def slots(self, _request: Request) -> Response:
+        """Say what every sequence is doing."""
+        status = self._host.status()
+        placement = status.get("placement") or {}
+        n_ctx, n_seq_max = int(placement.get("n_ctx") or 0), int(placement.get("n_seq_max") or 1)
+        room = n_ctx if placement.get("kv_unified") else n_ctx // n_seq_max
+        return JSONResponse(
+            [
+                {
+                    "id": one["seq_id"],
+                    "n_ctx": room,
+                    "n_tokens": one["n_tokens"],
+                    "state": one["state"],
+                    "is_processing": one["state"] != "idle",
+                }
+                for one in status["sequences"]
+            ]
+        )
+
+    async def session(self, _request: Request) -> Response:
+        """Give all that the page shows."""
+        status = self._host.status()
+        return JSONResponse({**status, "recent_switches": self._watch.outcomes, "devices": self._devices(status)})
+
+    async def modes(self, _request: Request) -> Response:
+        """Say for each mode whether a switch to it would be allowed, and why not."""
+        status = self._host.status()
+        known = {"requested": status.get("requested"), "effective": status.get("effective")}
+        return JSONResponse({**known, "placement": status.get("placement"), "modes": await self._judgements(status)})
+
+    async def switch(self, request: Request) -> Response:
+        """Move the session; the outcome says how that ended, whatever the outcome is."""
+        self._refuse_closed()
+        body = bodies.object_of(await self._intake.body(request))
+        is_dry = body.pop("dry_run", False)
+        if not isinstance(is_dry, bool):
+            raise ApiError(400, f"dry_run is {shown(is_dry)}; wanted: true or false", param="dry_run")
+        mode = body.pop("to", None)
+        if mode is not None:
+            changes = body.get("changes", {})
+            if not isinstance(changes, dict) or changes.get("mode", mode) != mode:
+                raise ApiError(400, f"to is {shown(mode)}; wanted: one mode, in to or in changes", param="to")
+            body["changes"] = {**changes, "mode": mode}
+        if is_dry:
+            check = from_object({**body, "kind": "check"}, {"check": REQUESTS["check"]})
+            return JSONResponse(await self._check(check))
+        asked = from_object({**body, "kind": "switch"}, {"switch": REQUESTS["switch"]})
+        return JSONResponse(await self._switch(asked))
+
+    async def cancel(self, _request: Request) -> Response:
+        """Ask the switch under way to end in the old placement."""
+        self._refuse_closed()
+        self._host.cancel_switch()
+        return JSONResponse({"cancelled": True})
+
+    async def events(self, request: Request) -> Response:
+        """Tell what happens to the session from now on, one event a line group."""
+        del request
+        return EventStream(self._told(), on_gone=lambda: None, write_s=self._intake.limits.write_s)
+
+    async def save(self, request: Request) -> Response:
+        """Write the session to a file of the folder."""
+        path = await self._file(request)
+        return JSONResponse({**await self._host.save(path), "path": path.name})
+
+    async def restore(self, request: Request) -> Response:
+        """Replace the session with a file of the folder."""
+        path = await self._file(request)
+        if not path.is_file() or path.is_symlink():
+            raise ApiError(404, f"there is no saved session {path.name!r}", param="filename")
+        return JSONResponse({**await self._host.restore(path), "path": path.name})
+
+    # ---- the work behind them ----
+
+    @staticmethod
+    def _devices(status: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Give the devices of the placement; memory that is this machine's own is asked for now."""
+        known = {one["name"]: one for one in (status.get("model") or {}).get("devices") or []}
+        names = list((status.get("placement") or {}).get("devices") or known)
+        memory = psutil.virtual_memory()
+        now = {"memory_free": memory.available, "memory_total": memory.total}
+        return [
+            {"name": name, **known.get(name, {}), **(now if known.get(name, {}).get("kind") == "cpu" else {})}
+            for name in names
+        ]
+
+    async def _switch(self, asked: SwitchRequest) -> dict[str, Any]:
+        return await self._host.switch(
+            changes_from_json(asked.changes),
+            proof=asked.proof,
+            convert=asked.convert,
+            force=asked.force,
+            timeout_s=asked.timeout_s,
+            on_stage=lambda _stage, _share: None,
+        )
+
+    async def _check(self, asked: CheckRequest) -> dict[str, Any]:
+        changes = changes_from_json(asked.changes)
+        return await self._host.check(changes, convert=asked.convert, force=asked.force)
+
+    async def _judgements(self, status: Mapping[str, Any]) -> dict[str, Any]:
+        """Judge every mode once for each placement: a mode may be tried in a child process for it."""
+        here = json.dumps(status.get("placement"), sort_keys=True)
+        if status["state"] != "serving" or status.get("placement") is None:
+            return dict(self._judged[1]) if self._judged is not None and self._judged[0] == here else {}
+        async with self._judging:
+            if self._judged is None or self._judged[0] != here:
+                self._judged = here, {mode.value: await self._judge(mode) for mode in _OFFERED}
+        return self._judged[1]
+
+    async def _judge(self, mode: SplitMode) -> dict[str, Any]:
+        try:
+            found = await self._host.check({"mode": mode}, convert=True, force=False)
+        except SplitctlError as error:
+            return {"allowed": False, "reasons": [str(error)]}
+        reasons = [str(one["text"]) for one in found["reasons"]]
+        return {"allowed": not reasons, "reasons": reasons, "expected_s": found.get("expected_s")}
+
+    async def _told(self) -> AsyncIterator[bytes]:
+        yield comment("events of the session")
+        events = aiter(self._host.subscribe())
+        pending: asyncio.Future[Any] | None = None
+        try:
+            while True:
+                pending = pending or asyncio.ensure_future(anext(events))
+                done, _ = await asyncio.wait({pending}, timeout=_SILENCE_S)
+                if not done:
+                    yield comment("nothing new")
+                    continue
+                try:
+                    body = event_body(pending.result())
+                except StopAsyncIteration:
+                    return
+                pending = None
+                name = body.pop("kind")
+                yield f"event: {name}\ndata: {json.dumps(body, separators=(',', ':'))}\n\n".encode()
+        finally:
+            if pending is not None:
+                pending.cancel()
+
+    async def _file(self, request: Request) -> Path:
+        self._refuse_closed()
+        if self._folder is None:
+            raise ApiError(403, "no folder for files; start the server with --slot-save-path FOLDER")
+        name = bodies.object_of(await self._intake.body(request)).get("filename")
+        if not isinstance(name, str) or len(name) > _MAX_NAME or _FILE_NAME.fullmatch(name) is None:
+            wanted = f"a file's name of letters, digits, dots, dashes and underscores, {_MAX_NAME} characters at most"
+            raise ApiError(400, f"filename is {shown(name)}; wanted: {wanted}", param="filename")
+        return self._folder / name
+
+    def _refuse_closed(self) -> None:
+        if not self._is_open:
+            raise ApiError(403, "this server listens to other machines, so this needs a key: start it with --api-key")
+
+
+#: Modes that the page offers.
+_OFFERED = (SplitMode.LAYER, SplitMode.TENSOR, SplitMode.NONE, SplitMode.ROW)
+
+
+__all__ = ["Admin"]

@@ -1,0 +1,121 @@
+"""Answers in OpenAI's shapes, with llama-server's timings beside: whole ones, and the chunks of a stream. Pure."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from splitctl.host.streams import Done, Why
+
+_FINISH = {
+    Why.EOS: "stop",
+    Why.STOP: "stop",
+    Why.LENGTH: "length",
+    Why.CONTEXT: "length",
+}
+
+#: The last line of a stream that ended well.
+DONE = b"data: [DONE]\n\n"
+
+
+def data(body: dict[str, Any]) -> bytes:
+    """Write one event of a stream."""
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def comment(text: str) -> bytes:
+    """Write a line that keeps a stream alive and that clients skip."""
+    return f": {text}\n\n".encode()
+
+
+def finish_reason(why: Why) -> str | None:
+    """Say in OpenAI's words why an answer ended; None where it did not end well."""
+    return _FINISH.get(why)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What all parts of one answer have in common.
+
+    Attributes:
+        number: makes the answer's id.
+        model: the name that the client used.
+        created: when the request came, seconds since 1970.
+        is_chat: whether the answer is a message.
+    """
+
+    number: str
+    model: str
+    created: int
+    is_chat: bool
+
+    def whole(self, text: str, done: Done) -> dict[str, Any]:
+        """Give a whole answer."""
+        choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason(done.why), "logprobs": None}
+        if self.is_chat:
+            choice["message"] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        return {**self._head(kind), "choices": [choice], "usage": usage(done), "timings": timings(done)}
+
+    def first(self) -> dict[str, Any] | None:
+        """Give the chunk that opens a stream; only a chat has one."""
+        return self._chunk({"delta": {"role": "assistant", "content": ""}}, None) if self.is_chat else None
+
+    def piece(self, text: str) -> dict[str, Any]:
+        """Give a chunk of text."""
+        return self._chunk({"delta": {"content": text}} if self.is_chat else {"text": text}, None)
+
+    def last(self, done: Done) -> dict[str, Any]:
+        """Give the chunk that says why the answer ended."""
+        chunk = self._chunk({"delta": {}} if self.is_chat else {"text": ""}, finish_reason(done.why))
+        return {**chunk, "timings": timings(done)}
+
+    def counts(self, done: Done) -> dict[str, Any]:
+        """Give the chunk with the counts alone."""
+        return {**self._head(self._chunk_kind), "choices": [], "usage": usage(done)}
+
+    @property
+    def _chunk_kind(self) -> str:
+        return "chat.completion.chunk" if self.is_chat else "text_completion"
+
+    def _chunk(self, said: dict[str, Any], finish: str | None) -> dict[str, Any]:
+        choice = {"index": 0, **said, "finish_reason": finish, "logprobs": None}
+        return {**self._head(self._chunk_kind), "choices": [choice]}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        name = "chatcmpl" if self.is_chat else "cmpl"
+        return {"id": f"{name}-{self.number}", "object": kind, "created": self.created, "model": self.model}
+
+
+def usage(done: Done) -> dict[str, Any]:
+    """Count tokens as OpenAI does."""
+    return {
+        "prompt_tokens": done.n_prompt,
+        "completion_tokens": done.n_predicted,
+        "total_tokens": done.n_prompt + done.n_predicted,
+        "prompt_tokens_details": {"cached_tokens": done.n_reused},
+    }
+
+
+def timings(done: Done) -> dict[str, Any]:
+    """Give times as llama-server does: prompt_n counts what was read, cache_n what was held before."""
+    n_read = done.n_prompt - done.n_reused
+    return {
+        "cache_n": done.n_reused,
+        "prompt_n": n_read,
+        "prompt_ms": done.prompt_ms,
+        "prompt_per_second": _rate(n_read, done.prompt_ms),
+        "predicted_n": done.n_predicted,
+        "predicted_ms": done.generate_ms,
+        "predicted_per_second": _rate(done.n_predicted, done.generate_ms),
+    }
+
+
+def _rate(n: int, ms: float) -> float | None:
+    return n / ms * 1e3 if n and ms else None
+
+
+__all__ = ["DONE", "Form", "comment", "data", "finish_reason", "timings", "usage"]

@@ -1,0 +1,108 @@
+"""What goes wrong over HTTP: one error class with a status, in the shape that OpenAI's clients read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from splitctl.errors import (
+    Busy,
+    Cancelled,
+    CarryDamaged,
+    CarryMismatch,
+    ConfigInvalid,
+    ContextFull,
+    DeadlineExceeded,
+    Parked,
+    Refused,
+    SplitctlError,
+)
+from splitctl.host.desk import OrderFailed
+from splitctl.host.protocol import Fault
+from splitctl.host.wire import MessageInvalid
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "unavailable_error",
+}
+
+_STATUS_OF_FAULT = {
+    Fault.CONFIG: 400,
+    Fault.MODEL: 400,
+    Fault.REFUSED: 409,
+    Fault.CANCELLED: 409,
+    Fault.BUSY: 409,
+    Fault.PARKED: 503,
+}
+
+
+class ApiError(Exception):
+    """A request that gets an error for an answer."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        """Build from the answer.
+
+        Args:
+            status: HTTP status, 400 to 599.
+            message: one line for a person: what, and what to do.
+            param: the field of the request that is at fault.
+            code: a short word for programs.
+        """
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        super().__init__(message)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The object that OpenAI's clients read."""
+        kind = _TYPES.get(self.status, "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """Give the answer."""
+        headers = {"Retry-After": "1"} if self.status in {429, 503} else {}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(self.body, self.status, headers)
+
+
+def api_error(error: SplitctlError) -> ApiError:
+    """Turn an error of the session into an answer."""
+    match error:
+        case ConfigInvalid():
+            return ApiError(400, str(error), param=error.field)
+        case MessageInvalid():
+            return ApiError(400, str(error), param=error.field or None)
+        case ContextFull():
+            return ApiError(400, str(error), code="context_length_exceeded")
+        case CarryDamaged() | CarryMismatch():
+            return ApiError(400, str(error), code="unusable_file")
+        case Busy():
+            return ApiError(409, str(error), code="busy")
+        case Refused():
+            return ApiError(409, str(error), code=error.reasons[0].code if error.reasons else "refused")
+        case Cancelled():
+            return ApiError(409, str(error), code="cancelled")
+        case OrderFailed():
+            return ApiError(_STATUS_OF_FAULT.get(error.fault, 500), error.message, code=error.name)
+        case Parked():
+            return ApiError(503, str(error), code="parked")
+        case DeadlineExceeded():
+            return ApiError(503, str(error), code="deadline")
+        case _:
+            return ApiError(500, str(error), code=type(error).__name__)
+
+
+__all__ = ["ApiError", "api_error"]

@@ -1,0 +1,111 @@
+"""Numbers for Prometheus: our own under ``splitctl_``, and llama-server's names where they mean the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.registry import Collector
+
+from splitctl.host.control import Hosted
+from splitctl.host.streams import Done
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+"""What the text is."""
+
+_STATES = ("loading", "serving", "switching", "recovering", "parked", "stopping")
+_MS = 1e-3
+
+
+class Metrics:
+    """Counts what the server answered, and reads the rest of the session when asked.
+
+    Thread: the loop's.
+    """
+
+    def __init__(self, host: Hosted) -> None:
+        """Count from zero.
+
+        Args:
+            host: the session.
+        """
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "splitctl_http_requests", "Answers by route and status.", ("route", "status"), registry=self._registry
+        )
+        self._answers = Counter(
+            "splitctl_answers", "Generations over HTTP by what ended them.", ("why",), registry=self._registry
+        )
+        self._prompt = Counter("llamacpp:prompt_tokens", "Prompt tokens processed.", registry=self._registry)
+        self._prompt_s = Counter("llamacpp:prompt_seconds", "Prompt process time.", registry=self._registry)
+        self._predicted = Counter("llamacpp:tokens_predicted", "Generation tokens processed.", registry=self._registry)
+        self._predicted_s = Counter(
+            "llamacpp:tokens_predicted_seconds", "Predict process time.", registry=self._registry
+        )
+        self._reused = Counter(
+            "splitctl_prompt_tokens_reused", "Prompt tokens that a sequence held already.", registry=self._registry
+        )
+        self._registry.register(_Session(host))
+
+    def request(self, route: str, status: int) -> None:
+        """Count an answer."""
+        self._requests.labels(route, str(status)).inc()
+
+    def done(self, done: Done) -> None:
+        """Count a generation."""
+        self._answers.labels(done.why.value).inc()
+        self._prompt.inc(max(done.n_prompt - done.n_reused, 0))
+        self._reused.inc(done.n_reused)
+        self._prompt_s.inc(done.prompt_ms * _MS)
+        self._predicted.inc(done.n_predicted)
+        self._predicted_s.inc(done.generate_ms * _MS)
+
+    def text(self) -> bytes:
+        """Give all of it in Prometheus's text format."""
+        return generate_latest(self._registry)
+
+
+class _Session(Collector):
+    """Reads the session's own numbers."""
+
+    def __init__(self, host: Hosted) -> None:
+        self._host = host
+
+    def collect(self) -> Iterator[Metric]:
+        """Give them as they are now."""
+        status = self._host.status()
+        sequences: list[dict[str, Any]] = list(status["sequences"])
+        n_busy = sum(one["state"] != "idle" for one in sequences)
+        rates = status.get("tokens_per_second") or {}
+        for name, text, value in (
+            ("llamacpp:prompt_tokens_seconds", "Average prompt throughput in tokens/s.", rates.get("prompt")),
+            ("llamacpp:predicted_tokens_seconds", "Average generation throughput in tokens/s.", rates.get("generate")),
+            ("llamacpp:requests_processing", "Number of requests processing.", n_busy),
+            ("llamacpp:requests_deferred", "Number of requests deferred.", status.get("queued")),
+            ("splitctl_sequences", "Sequences that there are.", len(sequences)),
+            ("splitctl_tokens_held", "Tokens that all sequences hold.", sum(one["n_tokens"] for one in sequences)),
+        ):
+            yield GaugeMetricFamily(name, text, value=float(value or 0))
+        state = GaugeMetricFamily("splitctl_state", "1 for the state that the session is in.", labels=["state"])
+        for one in _STATES:
+            state.add_metric([one], float(one == status["state"]))
+        yield state
+        mode = GaugeMetricFamily("splitctl_split_mode", "1 for the split mode that serves.", labels=["mode"])
+        for one in ("none", "layer", "row", "tensor"):
+            mode.add_metric([one], float(one == status.get("effective")))
+        yield mode
+        for name, text, value in (
+            ("splitctl_worker_restarts", "Workers that were lost and replaced.", status.get("worker_restarts")),
+            ("splitctl_recomputed", "Times that tokens had to be read again.", status.get("recomputed")),
+        ):
+            yield CounterMetricFamily(name, text, value=float(value or 0))
+        switches = CounterMetricFamily("splitctl_switches", "Switches by how they ended.", labels=["status"])
+        for ended, n in (status.get("switches") or {}).get("ended", {}).items():
+            switches.add_metric([ended], float(n))
+        yield switches
+
+
+__all__ = ["CONTENT_TYPE", "Metrics"]

@@ -1,0 +1,62 @@
+"""A response of server-sent events that ends with its client: one that hangs up, or does not read, is let go of."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from starlette.responses import Response
+
+from splitctl.http.guard import Receive, Scope, Send
+
+
+class EventStream(Response):
+    """Sends chunks as they come."""
+
+    def __init__(self, chunks: AsyncIterator[bytes], *, on_gone: Callable[[], None], write_s: float) -> None:
+        """Take the chunks.
+
+        Args:
+            chunks: whole events, as bytes.
+            on_gone: called when the response is over, whichever way.
+            write_s: longest time until a client has read a chunk, seconds.
+        """
+        super().__init__(media_type="text/event-stream")
+        del self.headers["content-length"]
+        self.headers["cache-control"] = "no-cache"
+        # nginx would hold tokens back.
+        self.headers["x-accel-buffering"] = "no"
+        self._chunks = chunks
+        self._on_gone = on_gone
+        self._write_s = write_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them until they end, or the client is gone."""
+        del scope
+        sending = asyncio.ensure_future(self._send_all(send))
+        leaving = asyncio.ensure_future(hung_up(receive))
+        try:
+            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            self._on_gone()
+            for task in (sending, leaving):
+                task.cancel()
+            await asyncio.wait({sending, leaving})
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for chunk in self._chunks:
+            async with asyncio.timeout(self._write_s):
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def hung_up(receive: Receive) -> None:
+    """Wait until the client is gone; what it still sends is dropped."""
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+__all__ = ["EventStream", "hung_up"]
