@@ -7,6 +7,7 @@ the worker of the moment (`keeper`).
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
@@ -240,6 +241,7 @@ class Supervisor:
         return {
             "name": self._config.name,
             "state": self.state.value,
+            "pid": os.getpid(),
             "worker_pid": self.worker_pid,
             "model": dict(keeper.model) or {"path": str(self._config.model)},
             "placement": keeper.home.to_json(),
