@@ -20,9 +20,11 @@ from splitctl.cli.hosts import told
 from splitctl.cli.http_options import http_options
 from splitctl.cli.options import json_option, library_option, rpc_option, serving_placement_options, verbose_option
 from splitctl.cli.output import ExitCode, Screen, one_line, print_json
+from splitctl.cli.switch import outcome_line
 from splitctl.errors import SplitctlError
 from splitctl.host.config import HostConfig
 from splitctl.host.control import ControlServer
+from splitctl.host.events import SwitchEnded
 from splitctl.host.orders import AdapterFile
 from splitctl.host.runtime import DEFAULT_NAME, Claim, checked_name, claim, prepared, runtime_folder
 from splitctl.host.supervisor import Supervisor
@@ -162,6 +164,7 @@ class _Serving:
             if self._stopping is not None:
                 await self._stopping
         finally:
+            watching.cancel()
             await control.close()
             if self._server is not None:
                 await self._server.close()
@@ -174,6 +177,12 @@ class _Serving:
         except (SplitctlError, OSError):
             if self._stopping is None:
                 raise
+
+    async def _watch(self) -> None:
+        """Log how switches end; the supervisor tells what goes wrong."""
+        async for event in self._supervisor.subscribe():
+            if isinstance(event, SwitchEnded):
+                self._log(outcome_line(event.outcome))
 
     def _say_ready(self) -> None:
         """Print the one line that says that the session serves."""

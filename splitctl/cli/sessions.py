@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from splitctl.cli.hosts import STATUS_S, address_of, ask_host, session_option, told
 from splitctl.cli.options import json_option
@@ -18,6 +16,7 @@ from splitctl.errors import SplitctlError
 from splitctl.host.client import HostGone, RequestFailed, ask
 from splitctl.host.requests import RestoreRequest, SaveRequest, StatusRequest, StopRequest
 from splitctl.host.runtime import Address, NoSuchSession, runtime_folder, sessions
+from splitctl.placement import Placement
 
 _FILE = click.Path(path_type=Path)
 
@@ -36,7 +35,7 @@ def ps(*, session: str | None, as_json: bool) -> int:
         if as_json:
             print_json({"sessions": found})
         elif found:
-            Console(file=sys.stdout, highlight=False, soft_wrap=True).print(_table(found))
+            click.echo("\n".join(line for status in found for line in _lines(status)))
         else:
             screen.line("no session is served; start one with splitctl serve -m MODEL")
     return ExitCode.DONE
@@ -52,32 +51,29 @@ def _status(address: Address) -> dict[str, Any] | None:
         return {"name": address.name, "state": "silent", "error": {"kind": type(error).__name__, "message": str(error)}}
 
 
-def _table(found: list[dict[str, Any]]) -> Table:
-    """Lay the sessions out, one a row; below each what its last switch came to."""
-    table = Table()
-    for name in ("session", "state", "mode", "model"):
-        table.add_column(name)
-    for name in ("sequences", "tokens", "waiting", "pid", "worker"):
-        table.add_column(name, justify="right")
-    table.add_column("last switch")
-    for one in found:
-        sequences = one.get("sequences") or []
-        held = [sequence for sequence in sequences if sequence.get("n_tokens")]
-        last = one.get("last_switch")
-        note = one_line(one["error"]["message"]) if "error" in one else f"parked at {one['parked_at']}"
-        table.add_row(
-            str(one.get("name")),
-            str(one.get("state")),
-            str(one.get("effective") or "-"),
-            str((one.get("model") or {}).get("name") or "-"),
-            f"{len(held)} of {len(sequences)}",
-            str(sum(sequence["n_tokens"] for sequence in held)),
-            str(one.get("n_queued", "-")),
-            str(one.get("pid") or "-"),
-            str(one.get("worker_pid") or "-"),
-            note if "error" in one or one.get("parked_at") else outcome_line(last) if last else "none",
-        )
-    return table
+def _lines(status: dict[str, Any]) -> Iterator[str]:
+    """Say how a session is, a line for each thing that matters."""
+    state = str(status.get("state"))
+    mode = f" in {status['effective']} mode" if status.get("effective") and state != "parked" else ""
+    yield f"{status.get('name')}: {state}{mode} (pid {status.get('pid')}, worker {status.get('worker_pid')})"
+    if "error" in status:
+        yield f"  {one_line(status['error']['message'])}"
+        return
+    yield f"  model        {one_line(str(status['model'].get('name') or status['model'].get('path') or '-'))}"
+    if status.get("placement"):
+        yield f"  placement    {Placement.from_json(status['placement']).describe()}"
+    held = [one["n_tokens"] for one in status["sequences"] if one["n_tokens"]]
+    streams = f"{status['streams']} streams, {status['queued']} waiting"
+    yield f"  sequences    {len(held)} of {len(status['sequences'])} hold {sum(held):,} tokens; {streams}"
+    rates = [f"{name} {rate:,.1f}" for name, rate in status["tokens_per_second"].items() if rate is not None]
+    if rates:
+        yield f"  tokens/s     {', '.join(rates)}"
+    if status.get("last_switch"):
+        yield f"  last switch  {outcome_line(status['last_switch'])}"
+    if status.get("worker_restarts"):
+        yield f"  restarts     {status['worker_restarts']} of the worker"
+    if status.get("parked_at"):
+        yield f"  parked at    {status['parked_at']}; splitctl restore {status['parked_at']} brings it back"
 
 
 @click.command()
@@ -126,10 +122,16 @@ def restore(*, file: Path, session: str | None, as_json: bool) -> int:
             body = ask_host(session, RestoreRequest(file.absolute()))
         except (SplitctlError, OSError) as error:
             return told(error, screen)
-        parts = [f"restored {body['tokens']} tokens of {body['sequences']} sequences"]
+        parts = [f"restored {_held(body)}"]
         parts += [f"converted: {one}" for one in body.get("conversions") or ()]
         parts += [f"read again from its tokens: {body.get('reason')}"] if body.get("recomputed") else []
         return _show(body, "; ".join(parts), as_json=as_json)
+
+
+def _held(body: dict[str, Any]) -> str:
+    """Say how much a file holds."""
+    n = body["sequences"]
+    return f"{body['tokens']:,} tokens of {n} sequence{'' if n == 1 else 's'}"
 
 
 def _show(body: dict[str, Any], text: str, *, as_json: bool) -> ExitCode:

@@ -170,7 +170,8 @@ def outcome_line(outcome: dict[str, Any]) -> str:
         return f"the switch to {outcome.get('requested')} ended: {status.replace('_', ' ')}: {reason}"
     parts = [f"switched to {outcome.get('effective')} in {outcome.get('total_ms') or 0.0:,.0f} ms"]
     n_sequences = outcome.get("n_sequences")
-    parts.append(f"{outcome.get('n_tokens')} tokens of {n_sequences} sequence{'' if n_sequences == 1 else 's'} carried")
+    n_tokens = outcome.get("n_tokens") or 0
+    parts.append(f"{n_tokens:,} tokens of {n_sequences} sequence{'' if n_sequences == 1 else 's'} carried")
     parts += [f"converted: {one}" for one in outcome.get("conversions") or ()]
     parts.append("confirmed" if outcome.get("confirmed") else "the first decode will confirm it")
     return "; ".join(parts)
