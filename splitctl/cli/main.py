@@ -19,6 +19,7 @@ from splitctl.cli.serve import serve
 from splitctl.cli.sessions import ps, restore, save, stop
 from splitctl.cli.state import state
 from splitctl.cli.switch import switch
+from splitctl.cli.verify import verify
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -38,6 +39,7 @@ cli.add_command(restore)
 cli.add_command(devices)
 cli.add_command(doctor)
 cli.add_command(explain)
+cli.add_command(verify)
 cli.add_command(state)
 
 

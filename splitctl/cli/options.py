@@ -204,6 +204,35 @@ def placement_options(command: Command) -> Command:
     return _applied(_placement_flags(Placement(), named_only=False), with_placement)
 
 
+def some_placement_options(command: Command, left_out: Sequence[str]) -> Command:
+    """Add the placement flags but some, for a command that takes several values of those.
+
+    Args:
+        command: gets the others as one `placement`.
+        left_out: fields whose flags are not added.
+    """
+
+    @functools.wraps(command)
+    def with_placement(**given: Any) -> Any:
+        named = {name: given.pop(name) for name in FLAG_OF_FIELD if name not in left_out}
+        return command(placement=Placement(**_changes(named)), **given)
+
+    def every(**_: Any) -> None:
+        """Stand for a command with all the flags."""
+
+    _applied(_placement_flags(Placement(), named_only=False), every)
+    flags = getattr(every, "__click_params__", ())
+    _params_of(with_placement).extend(flag for flag in flags if flag.name not in left_out)
+    return with_placement
+
+
+def _params_of(command: Command) -> list[click.Parameter]:
+    """Give click's list of a command's parameters; it grows from the last one up."""
+    found: list[click.Parameter] = getattr(command, "__click_params__", [])
+    command.__click_params__ = found  # type: ignore[attr-defined]
+    return found
+
+
 def serving_placement_options(command: Command) -> Command:
     """Add the placement flags with a server's defaults: four sequences that share one cache, if nobody says how many.
 

@@ -24,6 +24,7 @@ from splitctl.host.protocol import (
     Request,
     Result,
     RunRequest,
+    VerifyRequest,
 )
 
 __all__ = [
@@ -43,5 +44,6 @@ __all__ = [
     "Request",
     "Result",
     "RunRequest",
+    "VerifyRequest",
     "Worker",
 ]

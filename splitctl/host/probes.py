@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import platformdirs
+
 from splitctl.errors import Cancelled, DeadlineExceeded, WorkerLost
 from splitctl.facts import ModelFacts
 from splitctl.host.launch import Worker
@@ -15,6 +17,15 @@ from splitctl.probing import ProbeKey, ProbeVerdict, Verdict, VerdictCache, verd
 
 #: A try that says nothing for so long hangs [seconds]; a step of it is a load, or a few tokens.
 DEADLINE_S = 300.0
+
+
+def verdicts_file() -> Path:
+    """Name the file of verdicts, in the user's cache folder.
+
+    Returns:
+        Its path; the file may not exist.
+    """
+    return Path(platformdirs.user_cache_dir("splitctl")) / "probes.json"
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,6 +144,35 @@ class ProbeRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class VerifyRequest:
+    """Measure what a build does with one placement: a cell of `verify`.
+
+    Attributes:
+        model: the GGUF file.
+        library: the library file, or None to look for one.
+        placement: the placement to measure.
+        rpc: RPC servers whose devices are added, HOST:PORT each.
+        text: what is read.
+        n_tokens: most tokens of it.
+        n_generate: tokens generated greedily after it.
+        reference: the logits of the reference mode: float32 rows, one a token; None for the reference itself.
+        twin: those of the reference mode with the same cache types; None where there are none.
+        keep: where this one's logits go; None: nowhere.
+    """
+
+    model: Path
+    library: Path | None
+    placement: Placement
+    rpc: tuple[str, ...]
+    text: str
+    n_tokens: int
+    n_generate: int
+    reference: Path | None = None
+    twin: Path | None = None
+    keep: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class HostRequest:
     """Serve a hosted session: every line after this one is an order (`orders.ORDERS`) or a control line.
 
@@ -160,7 +189,7 @@ class HostRequest:
     arena_fds: tuple[int, ...]
 
 
-Request = DevicesRequest | DoctorRequest | RunRequest | ProbeRequest | HostRequest
+Request = DevicesRequest | DoctorRequest | RunRequest | ProbeRequest | VerifyRequest | HostRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +275,7 @@ _REQUESTS: Mapping[str, type[Request]] = {
     "doctor": DoctorRequest,
     "run": RunRequest,
     "probe": ProbeRequest,
+    "verify": VerifyRequest,
     "host": HostRequest,
 }
 _EVENTS: Mapping[str, type[Event]] = {
@@ -356,7 +386,7 @@ def _plain_value(value: Any) -> Any:
 
 def _request_field(name: str, value: Any) -> Any:
     """Turn one plain value of a request back into the kind its field holds."""
-    if name in {"model", "library", "restore", "save"}:
+    if name in {"model", "library", "restore", "save", "reference", "twin", "keep"}:
         return None if value is None else Path(value)
     if name == "placement":
         return Placement.from_json(value)

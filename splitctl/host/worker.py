@@ -33,9 +33,11 @@ from splitctl.host.protocol import (
     Request,
     Result,
     RunRequest,
+    VerifyRequest,
 )
 from splitctl.last_words import LOG_PREFIX
 from splitctl.probing import try_placement
+from splitctl.probing.verify import Task, measure
 
 _STDIN = 0
 _STDERR = 2
@@ -150,6 +152,8 @@ def _answer(request: Request, env: Mapping[str, str], emit: Emitter, cancel: Can
                 return Result(inspection.examine(request, env, emit))
             case ProbeRequest():
                 return Result(_probe(request, env, emit, cancel.is_set))
+            case VerifyRequest():
+                return Result(_verify(request, env, emit, cancel.is_set))
             case RunRequest():
                 library = inspection.open_library(request, env)
                 _forward_log(library)
@@ -179,6 +183,25 @@ def _probe(
         is_cancelled=is_cancelled,
     )
     return verdict.to_json()
+
+
+def _verify(
+    request: VerifyRequest, env: Mapping[str, str], emit: Emitter, is_cancelled: Callable[[], bool]
+) -> dict[str, object]:
+    """Measure a placement; what is known is sent on the way, because the next step may be the last."""
+    library = inspection.open_library(request, env)
+    _forward_log(library)
+    devices = [device.name for device in library.devices(memory=False)]
+    emit(protocol.Partial({"library": {"path": str(library.path), "version": library.version, "devices": devices}}))
+    return measure(
+        library,
+        str(request.model),
+        request.placement,
+        Task(request.text, request.n_tokens, request.n_generate, request.reference, request.twin, request.keep),
+        on_stage=lambda stage, done: emit(protocol.Progress(stage, done)),
+        on_found=lambda found: emit(protocol.Partial(found)),
+        is_cancelled=is_cancelled,
+    )
 
 
 def main(arguments: list[str]) -> None:

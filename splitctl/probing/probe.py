@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llama_native import CallFailed, Context, Library, LoadCancelled, Model, state_get, state_set, state_size
 from splitctl.engine import context_params, model_params, resolve_threads
 from splitctl.last_words import is_shortage, telling_line
 from splitctl.placement import Placement, SplitMode
+from splitctl.probing.comparing import Logits, nmse, nmse_limit
 from splitctl.probing.verdicts import ProbeVerdict, Verdict
 
 #: A try needs no more context than this [tokens].
@@ -28,19 +28,8 @@ _N_SINGLE = 3
 _N_SEVERAL = 5
 _MAX_SEQUENCES = 4
 
-#: Logits of a right placement differ by float order. Worst batch measured in right ones: NMSE 2.4e-3 (SmolLM2 Q4_1); in
-#: wrong ones (ALiBi over two devices): 2e-2 to 0.8, and 2e-3 where the bias is weak, which only a rule can find.
-_NMSE_LIMIT = 0.02
-_NMSE_LIMIT_QUANTIZED = 0.1
-_UNQUANTIZED = {"f32", "f16", "bf16"}
-
 #: A model this small [bytes] takes no longer with one thread, and on a busy machine half as long: no barriers.
-_SMALL_BYTES = 1 << 30
-
-#: Larger values are masks, not logits.
-_MASK = 1e30
-
-Logits = NDArray[np.float32]
+SMALL_BYTES = 1 << 30
 
 
 class ProbeCancelled(Exception):
@@ -205,7 +194,7 @@ def _follow(prompt: Sequence[int], start: int, sequences: Sequence[int], n_sever
 
 def _open(model: Model, placement: Placement, *, embeddings: bool) -> Context:
     """Open a context for a try."""
-    if model.size_bytes < _SMALL_BYTES:
+    if model.size_bytes < SMALL_BYTES:
         placement = dataclasses.replace(placement, n_threads=1, n_threads_batch=1)
     return Context(model, context_params(placement, embeddings=embeddings))
 
@@ -326,22 +315,13 @@ def _compare(wanted: Sequence[Logits], got: Sequence[Logits], placement: Placeme
             raise _Wrong("its logits are not finite")
         if not np.any(mine):
             raise _Wrong("its logits are all zero")
-        worst = max(worst, _nmse(mine, theirs))
+        worst = max(worst, nmse(mine, theirs))
         agreed += int((mine.argmax(axis=1) == theirs.argmax(axis=1)).sum())
         n_rows += len(mine)
     numbers = {"nmse": worst, "top1_agreement": agreed / n_rows, "rows": float(n_rows)}
-    plain = {placement.type_k, placement.type_v} <= _UNQUANTIZED
-    limit = _NMSE_LIMIT if plain else _NMSE_LIMIT_QUANTIZED
+    limit = nmse_limit(placement.type_k, placement.type_v)
     if worst > limit:
         top = f"{agreed} of {n_rows} top tokens equal"
         text = f"its logits differ from layer mode's: NMSE {worst:.3g} (limit {limit:g}), {top}"
         raise _Wrong(text, numbers)
     return numbers
-
-
-def _nmse(mine: Logits, theirs: Logits) -> float:
-    """Mean squared difference over mean square, in double precision; masked entries do not count."""
-    real = (np.abs(mine) < _MASK) & (np.abs(theirs) < _MASK)
-    a, b = mine[real].astype(np.float64), theirs[real].astype(np.float64)
-    power = float(np.square(b).sum())
-    return float(np.square(a - b).sum()) / power if power > 0.0 else float("inf")

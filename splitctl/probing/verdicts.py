@@ -257,18 +257,21 @@ class VerdictCache:
         except ValueError:
             return None
 
-    def put(self, key: ProbeKey, verdict: ProbeVerdict) -> None:
+    def put(self, key: ProbeKey, verdict: ProbeVerdict) -> bool:
         """Keep a verdict, unless it came of a shortage.
 
         Args:
             key: what it depends on.
-            verdict: what was found.
+            verdict: what was found; it takes the place of what was found before.
+
+        Returns:
+            Whether it was kept.
 
         Raises:
             OSError: the file cannot be written.
         """
         if verdict.verdict is Verdict.INCONCLUSIVE:
-            return
+            return False
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._locked():
             entries = self._read()
@@ -278,6 +281,7 @@ class VerdictCache:
             for old in list(entries)[: max(0, len(entries) - _MAX_ENTRIES)]:
                 del entries[old]
             self._write(entries)
+        return True
 
     def _read(self) -> dict[str, Any]:
         """Read every entry; a missing or damaged file has none."""

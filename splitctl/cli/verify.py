@@ -1,0 +1,341 @@
+"""`splitctl verify`: what a build really does with a model in every mode, tried in children."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from splitctl.cli.child import Interrupts
+from splitctl.cli.options import (
+    MODES,
+    Mode,
+    json_option,
+    library_option,
+    rpc_option,
+    some_placement_options,
+    verbose_option,
+)
+from splitctl.cli.output import EXIT_OF_FAULT, ExitCode, Screen, error_body, mib, one_line, print_json
+from splitctl.cli.prompts import PromptUnreadable, read_prompt
+from splitctl.errors import BadModelFile
+from splitctl.facts import ModelFacts, read_facts
+from splitctl.host import Progress
+from splitctl.host.probes import DEADLINE_S, verdicts_file
+from splitctl.host.verifying import Report, Verification, Verifier
+from splitctl.outcome import to_plain
+from splitctl.placement import KV_TYPES, Placement, PlacementInvalid, SplitMode, parse_tensor_split
+from splitctl.probing import VerdictCache
+from splitctl.probing.matrix import cells
+from splitctl.probing.passage import PASSAGE
+from splitctl.probing.verdicts import shape_of
+
+#: Of these a user gives several, or they are tried both ways.
+_LISTED = ("mode", "tensor_split", "type_k", "type_v", "offload_kqv", "n_seq_max", "kv_unified")
+
+_COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
+    ("", "right"),
+    ("mode", "left"),
+    ("cache", "left"),
+    ("K/V", "left"),
+    ("split", "left"),
+    ("result", "left"),
+    ("NMSE", "right"),
+    ("same top", "right"),
+    ("PPL", "right"),
+    ("text", "left"),
+    ("state", "right"),
+    ("resident", "right"),
+    ("buffers", "right"),
+)
+
+#: Where nobody looks at a terminal the table is as wide as it needs [columns].
+_WIDTH = 180
+
+_WHERE = {"both": (True, False), "devices": (True,), "host": (False,)}
+
+
+class CacheTypes(click.ParamType[tuple[str, ...]]):
+    """Cache types, separated by commas."""
+
+    name = "TYPE,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        """Take the text apart."""
+        if isinstance(value, tuple):
+            return value
+        types = tuple(part.strip() for part in str(value).split(","))
+        for one in types:
+            if one not in KV_TYPES:
+                self.fail(f"{one!r} is not one of {', '.join(KV_TYPES)}", param, ctx)
+        return types
+
+
+def _base_options(command: Any) -> Any:
+    """Add the flags of what all the cells have in common."""
+    return some_placement_options(command, _LISTED)
+
+
+@click.command()
+@click.option(
+    "-m", "--model", type=click.Path(path_type=Path), envvar="LLAMA_ARG_MODEL", required=True, help="The GGUF file."
+)
+@click.option("--text", "text_file", type=click.Path(), metavar="FILE", help="The text to read, instead of our own.")
+@click.option("--tokens", type=click.IntRange(2, 65536), default=256, show_default=True, help="Most tokens of it.")
+@click.option(
+    "-n", "--predict", type=click.IntRange(1, 4096), default=16, show_default=True, help="Tokens generated after it."
+)
+@click.option(
+    "-sm",
+    "--split-mode",
+    "modes",
+    type=Mode(),
+    metavar=MODES,
+    multiple=True,
+    help="A mode to try; all if none is named.",
+)
+@click.option(
+    "-ts", "--tensor-split", "splits", multiple=True, metavar="N0,N1,...",
+    help="A split to try beside the library's own; may be given more than once.",
+)  # fmt: skip
+@click.option(
+    "-ctk", "--cache-type-k", "types_k", type=CacheTypes(), default=("f16",), metavar="TYPE,...",
+    help="Cache types of keys to try; f16 if none is named.",
+)  # fmt: skip
+@click.option(
+    "-ctv", "--cache-type-v", "types_v", type=CacheTypes(), default=(), metavar="TYPE,...",
+    help="Cache types of values, each with each of the keys'; without it the same as the keys'.",
+)  # fmt: skip
+@click.option(
+    "--cache", "where", type=click.Choice(list(_WHERE)), default="both", show_default=True, help="Where the cache lies."
+)
+@click.option(
+    "--deadline", type=click.FloatRange(min=0.1), default=DEADLINE_S, show_default=True, metavar="SECONDS",
+    help="A child that is silent for longer hangs.",
+)  # fmt: skip
+@click.option("--no-remember", is_flag=True, help="Do not tell the rules what was found.")
+@_base_options
+@library_option
+@rpc_option
+@verbose_option
+@json_option
+def verify(
+    *,
+    model: Path,
+    text_file: str | None,
+    tokens: int,
+    predict: int,
+    modes: tuple[SplitMode, ...],
+    splits: tuple[str, ...],
+    types_k: tuple[str, ...],
+    types_v: tuple[str, ...],
+    where: str,
+    deadline: float,
+    no_remember: bool,
+    placement: Placement,
+    library: Path | None,
+    rpc: tuple[str, ...],
+    verbose: bool,
+    as_json: bool,
+) -> int:
+    """Try a model in every mode, in children that may die, and compare what they compute."""
+    pairs = [(k, v) for k in types_k for v in types_v] or [(k, k) for k in types_k]
+    with Screen(as_json=as_json, verbose=verbose) as screen:
+        try:
+            facts = _facts(model)
+            text = _text(text_file)
+        except (BadModelFile, PromptUnreadable) as error:
+            message = error.message if isinstance(error, PromptUnreadable) else str(error)
+            return screen.fail(type(error).__name__, message, ExitCode.FAILED)
+        asked = Verification(
+            model=model,
+            facts=facts,
+            library=library,
+            rpc=rpc,
+            cells=cells(placement, modes or tuple(SplitMode), pairs, _splits(splits, placement), _WHERE[where]),
+            text=text,
+            n_tokens=tokens,
+            n_generate=predict,
+            deadline_s=deadline,
+        )
+        cache = None if no_remember else VerdictCache(verdicts_file())
+        try:
+            report = _run(asked, cache, screen)
+        except OSError as error:
+            message = f"a cell could not be tried: {error}; check the room for temporary files and the limits"
+            return screen.fail(type(error).__name__, message, ExitCode.FAILED)
+        if report.failure is not None:
+            failure = report.failure
+            return screen.fail(failure.kind, failure.message, EXIT_OF_FAULT[failure.fault])
+        return _finish(asked, report, screen, as_json=as_json)
+
+
+def _facts(model: Path) -> ModelFacts:
+    """Read the model's header, and refuse what has no next token."""
+    facts = read_facts(model)
+    if facts.is_encoder_only or facts.is_diffusion or facts.gives_embeddings:
+        raise click.BadParameter(f"{facts.name} generates nothing; wanted: a language model", param_hint="-m")
+    return facts
+
+
+def _text(file: str | None) -> str:
+    """Take the text from its file, or ours."""
+    if file is None:
+        return PASSAGE
+    return read_prompt(None, file, needed=True)
+
+
+def _splits(texts: tuple[str, ...], placement: Placement) -> list[tuple[float, ...]]:
+    """Read the splits."""
+    found: list[tuple[float, ...]] = []
+    for text in texts:
+        try:
+            split = parse_tensor_split(text)
+            if split is not None:
+                found.append(placement.changed(tensor_split=split).tensor_split or split)
+        except PlacementInvalid as error:
+            message = f"{error.value!r} is not possible; wanted: {error.wanted}"
+            raise click.BadParameter(message, param_hint="-ts") from error
+    return found
+
+
+def _run(asked: Verification, cache: VerdictCache | None, screen: Screen) -> Report:
+    """Try the cells and show how it goes; Ctrl-C ends the one under way."""
+
+    def progress(event: Progress) -> None:
+        if event.note or screen.console.is_terminal:
+            screen.progress(event)
+
+    def cell(found: dict[str, Any]) -> None:
+        screen.line(f"  {_label(found)}: {one_line(_said(found))}")
+
+    with Interrupts() as interrupts:
+        verifier = Verifier(
+            env=os.environ,
+            cache=cache,
+            on_progress=progress,
+            on_cell=cell,
+            on_output=screen.library_output,
+            is_cancelled=lambda: interrupts.count > 0,
+        )
+        return verifier(asked)
+
+
+def _finish(asked: Verification, report: Report, screen: Screen, *, as_json: bool) -> ExitCode:
+    """Show what was found, and choose the exit status: a cell that dies is a finding and no failure."""
+    body = _body(asked, report)
+    reference = report.cells[0] if report.cells else None
+    code, kind, message = ExitCode.DONE, "", ""
+    if report.is_cancelled:
+        code, kind = ExitCode.CANCELLED, "Cancelled"
+        message = f"cancelled after {len(report.cells)} of {len(asked.cells)} cells"
+    elif reference is None or reference["verdict"] != "ok":
+        why = _said(reference) if reference else "it said nothing"
+        code, kind = ExitCode.FAILED, "ReferenceFailed"
+        message = f"{asked.cells[0].label()} is what the others are compared with, and it came to: {why}"
+    if not as_json and report.cells:
+        _show(body)
+    if code is not ExitCode.DONE:
+        screen.line(f"splitctl: {one_line(message)}")
+    if as_json:
+        print_json(body if code is ExitCode.DONE else error_body(kind, message, code, body))
+    return code
+
+
+def _body(asked: Verification, report: Report) -> dict[str, Any]:
+    """Make the object of `--json`."""
+    facts = asked.facts
+    return {
+        "library": report.library or None,
+        "model": {
+            "path": str(facts.path),
+            "name": facts.name,
+            "architecture": facts.architecture,
+            "n_layer": facts.n_layer,
+            "n_head_kv": list(facts.n_head_kv),
+            "weight_bytes": facts.weight_bytes,
+        },
+        "shape": shape_of(facts),
+        "placement": to_plain(asked.cells[0].placement),
+        "cells": report.cells,
+        "n_cells": len(asked.cells),
+        "remembered": report.remembered,
+    }
+
+
+def _label(found: dict[str, Any]) -> str:
+    """Name a cell."""
+    split = "" if found["tensor_split"] is None else ",".join(f"{one:g}" for one in found["tensor_split"]) + " split, "
+    return f"{found['mode']}, {split}{found['type_k']}/{found['type_v']}, cache on the {found['cache']}"
+
+
+def _said(found: dict[str, Any]) -> str:
+    """Say what came of a cell, in a few words."""
+    end = found["end"] or {}
+    if end.get("assert"):
+        return f"{found['verdict']}: {end['name']} while {end['stage']}, {end['assert']}"
+    if end.get("by") == "signal":
+        return f"{found['verdict']}: {end['name']} while {end['stage']}"
+    words = found["verdict"] if not found["why"] else f"{found['verdict']}: {found['why']}"
+    if found.get("effective") not in {None, found["mode"]}:
+        words += f" (in effect: {found['effective']})"
+    return f"{words} (without pipeline parallelism: its buffer did not fit)" if found.get("degraded") else words
+
+
+def _show(body: dict[str, Any]) -> None:
+    """Print the table, and below it what is said of cells that are not simply right."""
+    library, model = body["library"] or {}, body["model"]
+    width = None if sys.stdout.isatty() else _WIDTH
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True, width=width)
+    table = Table(title=f"{model['name']} ({model['architecture']}) on {library.get('version')}", title_justify="left")
+    for name, justify in _COLUMNS:
+        table.add_column(name, justify=justify, no_wrap=True)
+    for number, found in enumerate(body["cells"], start=1):
+        split = "" if found["tensor_split"] is None else ",".join(f"{one:g}" for one in found["tensor_split"])
+        table.add_row(
+            str(number),
+            found["mode"] + (" *" if found["reference"] else ""),
+            found["cache"],
+            f"{found['type_k']}/{found['type_v']}",
+            split,
+            found["verdict"],
+            _number(found.get("nmse"), ".1e"),
+            _top(found),
+            _number(found.get("perplexity"), ".3f"),
+            found.get("text_hash", "-"),
+            _state(found),
+            mib(found.get("rss_peak_bytes")),
+            mib(found.get("buffer_bytes")),
+        )
+    console.print(table)
+    console.print("* the others are compared with it: NMSE of the logits, how often the top token is the same")
+    for number, found in enumerate(body["cells"], start=1):
+        said = _said(found)
+        if said != found["verdict"]:
+            console.print(f"{number}: {one_line(said)}", markup=False)
+
+
+def _number(value: float | None, form: str) -> str:
+    """Show a number that may not be there."""
+    return "-" if value is None else format(value, form)
+
+
+def _top(found: dict[str, Any]) -> str:
+    """Show how often the top token is the same; rows where it differs by noise alone are counted apart."""
+    if found.get("top1_agreement") is None:
+        return "-"
+    ties = f" +{found['top1_ties']} ties" if found["top1_ties"] else ""
+    return f"{found['top1_agreement']:.1%}{ties}"
+
+
+def _state(found: dict[str, Any]) -> str:
+    """Show the state's size, and whether it came back."""
+    if found.get("state_bytes") is None:
+        return "-"
+    back = "same" if found.get("state_equal") else "not back"
+    return f"{mib(found['state_bytes'])}, {back}"

@@ -1,0 +1,377 @@
+"""What a build does with one placement, measured in a child that may die of it: `verify` in the worker.
+
+Everything that is found is told as soon as it is, because the next step may be the last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from llama_native import CallFailed, Context, Library, LoadCancelled, Model, state_get, state_set, state_size
+from splitctl.engine import context_params, model_params, resolve_threads
+from splitctl.last_words import is_shortage, telling_line
+from splitctl.placement import Placement, SplitMode
+from splitctl.probing.comparing import Logits, Tally, nmse_limit, surprise
+from splitctl.probing.probe import SMALL_BYTES, ProbeCancelled
+from splitctl.probing.verdicts import Verdict
+
+#: Tokens of one decode while a text is read: later ones find their predecessors in the cache.
+_CHUNK = 32
+#: A reference's logits are kept in a file of this size at most [bytes].
+_MAX_KEPT_BYTES = 256 << 20
+#: Tokens of the batch of several after a restore.
+_N_SEVERAL = 5
+#: More than is decoded after the text and what was generated [tokens].
+_N_SPARE = 16
+
+_FLOAT_BYTES = 4
+_MIB = 1 << 20
+_BUFFER = re.compile(r"(?P<name>\S+)\s+(?P<kind>model|KV|RS|compute|output) buffer size\s*=\s*(?P<mib>[\d.]+) MiB")
+_RETRIED = "retrying without pipeline parallelism"
+_STATUS = re.compile(r"^(VmRSS|VmHWM):\s+(\d+) kB$", re.MULTILINE)
+
+Found = dict[str, Any]
+
+
+class _Wrong(Exception):
+    """The placement computes, and what it computes is not right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is measured of a placement.
+
+    Attributes:
+        text: what is read.
+        n_tokens: most tokens of it.
+        n_generate: tokens generated greedily after it.
+        reference: logits of the reference mode, as `keep` left them; None for the reference itself.
+        twin: logits of the reference mode with the same cache types; None where there are none.
+        keep: where this one's logits are left; None: nowhere.
+    """
+
+    text: str
+    n_tokens: int
+    n_generate: int
+    reference: Path | None
+    twin: Path | None
+    keep: Path | None
+
+
+@dataclass(slots=True)
+class _Listener:
+    """What the library's log says of the buffers of a model and its first context."""
+
+    is_listening: bool = True
+    buffers: list[tuple[str, str, float]] = field(default_factory=list)
+    is_degraded: bool = False
+
+    def __call__(self, _level: int, text: str) -> None:
+        """Take a message."""
+        if not self.is_listening:
+            return
+        self.buffers += [(found["name"], found["kind"], float(found["mib"]) * _MIB) for found in _BUFFER.finditer(text)]
+        self.is_degraded = self.is_degraded or _RETRIED in text
+
+
+def measure(
+    library: Library,
+    model_path: str,
+    placement: Placement,
+    task: Task,
+    *,
+    on_stage: Callable[[str, float | None], None] = lambda _stage, _done: None,
+    on_found: Callable[[Found], None] = lambda _: None,
+    is_cancelled: Callable[[], bool] = lambda: False,
+) -> Found:
+    """Measure a placement.
+
+    Args:
+        library: the open library.
+        model_path: the GGUF.
+        placement: the placement; a context of 0 tokens becomes as large as the task needs.
+        task: what to do in it.
+        on_stage: told what is being done and how much of it, so that a death can be placed.
+        on_found: told all that is known, each time that it is more.
+        is_cancelled: asked between the steps.
+
+    Returns:
+        What was found, plain values; `verdict` is ok, wrong, fails or inconclusive (dies is for the parent to say).
+
+    Raises:
+        ProbeCancelled: `is_cancelled` said so.
+        OSError: a file of logits cannot be read or written.
+    """
+    found: Found = {"loads": False, "rss_before_bytes": _memory()["VmRSS"]}
+    heard = _Listener()
+    stop = library.log.listen(heard)
+
+    def stage(name: str, done: float | None = None) -> None:
+        if is_cancelled():
+            raise ProbeCancelled
+        on_stage(name, done)
+
+    def tell() -> None:
+        found["rss_peak_bytes"] = _memory()["VmHWM"]
+        found["buffers"] = [
+            {"name": name, "kind": kind, "bytes": round(n_bytes)} for name, kind, n_bytes in heard.buffers
+        ]
+        found["buffer_bytes"] = round(sum(n_bytes for _, _, n_bytes in heard.buffers))
+        found["degraded"] = heard.is_degraded
+        on_found(found)
+
+    try:
+        _measure(library, model_path, placement, task, found, heard, stage, tell, is_cancelled)
+        found |= {"verdict": Verdict.OK.value, "why": ""}
+    except LoadCancelled as error:
+        raise ProbeCancelled from error
+    except _Wrong as error:
+        found |= {"verdict": Verdict.WRONG.value, "why": str(error)}
+    except CallFailed as error:
+        said = telling_line(error.log_tail)
+        why = f"{error.function} failed{f': {said}' if said else ''}"
+        is_short = is_shortage(error.log_tail)
+        verdict = Verdict.INCONCLUSIVE if is_short else Verdict.FAILS
+        found |= {"verdict": verdict.value, "why": f"not enough memory: {why}" if is_short else why}
+        found["end"] = {"by": "return", "function": error.function, "code": error.rc, "said": said}
+    finally:
+        stop()
+    tell()
+    found["effective"] = _effective(placement, heard) if found["loads"] else None
+    return found
+
+
+def _measure(
+    library: Library,
+    model_path: str,
+    placement: Placement,
+    task: Task,
+    found: Found,
+    heard: _Listener,
+    stage: Callable[..., None],
+    tell: Callable[[], None],
+    is_cancelled: Callable[[], bool],
+) -> None:
+    """Load, read, generate, take the state out and put it back; what is found is put into `found`."""
+    stage("loading", 0.0)
+    params = model_params(placement)
+    with ExitStack() as stack:
+        model = stack.enter_context(Model.load(library, model_path, params, progress=lambda _: not is_cancelled()))
+        found["model_bytes"] = model.size_bytes
+        tell()
+        tokens = _tokens(model, task)
+        fitted = _fitted(placement, len(tokens) + task.n_generate + _N_SPARE, model.size_bytes)
+        stage("making the context")
+        with _open(model, fitted) as context:
+            heard.is_listening = False
+            found |= {"loads": True, "n_tokens": len(tokens), "n_vocab": model.n_vocab, "n_ctx": context.n_ctx}
+            tell()
+            _encode(context, tokens)
+            last = _read(context, tokens, task, fitted, found, stage)
+            tell()
+            generated = _generate(context, last, len(tokens), task.n_generate, stage)
+            found |= _text(model, generated)
+            tell()
+            if not context.has_memory:
+                return
+            stage("taking the state out")
+            state = _state(context)
+            found["state_bytes"] = len(state)
+            tell()
+        n_past = len(tokens) + max(len(generated) - 1, 0)
+        found["state_equal"] = False
+        _restore_twice(model, fitted, tokens, state, n_past, stage)
+        found["state_equal"] = True
+
+
+def _tokens(model: Model, task: Task) -> list[int]:
+    """Turn the text into tokens, as many as are asked for and as the file of logits may hold."""
+    most = max(2, min(task.n_tokens, _MAX_KEPT_BYTES // (_FLOAT_BYTES * model.n_vocab)))
+    if not model.has_tokenizer:
+        return [(7919 * index + 13) % model.n_vocab for index in range(most)]
+    return model.tokenize(task.text)[:most]
+
+
+def _fitted(placement: Placement, n_needed: int, weight_bytes: int) -> Placement:
+    """Make room for the task where the placement leaves the room open, or has too little; say how many threads."""
+    n_ctx = max(placement.n_ctx, -(-n_needed // 256) * 256)
+    n_threads = placement.n_threads or int(weight_bytes < SMALL_BYTES)
+    return resolve_threads(placement.changed(n_ctx=n_ctx, n_threads=n_threads))
+
+
+def _open(model: Model, placement: Placement) -> Context:
+    """Open a context."""
+    return Context(model, context_params(placement, embeddings=False))
+
+
+def _encode(context: Context, tokens: list[int]) -> None:
+    """Let an encoder read the text, where the model has one: its decoder looks at that."""
+    if context.model.has_encoder:
+        context.encode(tokens, range(len(tokens)), [0] * len(tokens), [True] * len(tokens))
+
+
+def _read(
+    context: Context, tokens: list[int], task: Task, placement: Placement, found: Found, stage: Callable[..., None]
+) -> Logits:
+    """Read the text, compare every row, and give the last one."""
+    plain, twin, surprises = Tally(), Tally(), []
+    row = np.zeros(0, np.float32)
+    with ExitStack() as stack:
+        keep = stack.enter_context(task.keep.open("wb")) if task.keep else None
+        reference, same = (_rows_of(path, stack) for path in (task.reference, task.twin))
+        most = min(_CHUNK, placement.n_batch)
+        for at in range(0, len(tokens), most):
+            stage("reading the text", at / len(tokens))
+            part = tokens[at : at + most]
+            context.decode(part, range(at, at + len(part)), [0] * len(part), [True] * len(part))
+            for index in range(len(part)):
+                row = _row(context, index)
+                if keep is not None:
+                    keep.write(row.tobytes())
+                for rows, tally in ((reference, plain), (same, twin)):
+                    if rows is not None:
+                        tally.add(row, _next_row(rows, row.size))
+                if at + index + 1 < len(tokens):
+                    surprises.append(surprise(row, tokens[at + index + 1]))
+    found["perplexity"] = _perplexity(surprises)
+    if task.reference is not None:
+        found |= plain.numbers()
+    if task.twin is not None:
+        found |= twin.numbers("same_cache_")
+    _judge(twin if task.twin is not None else plain, placement)
+    return row
+
+
+def _judge(tally: Tally, placement: Placement) -> None:
+    """Demand that the logits are those of the reference, up to float order."""
+    limit = nmse_limit(placement.type_k, placement.type_v)
+    if tally.n_rows and tally.worst_nmse > limit:
+        top = f"{tally.n_same_top} of {tally.n_rows} top tokens equal"
+        raise _Wrong(
+            f"its logits differ from the reference mode's: NMSE {tally.worst_nmse:.3g} (limit {limit:g}), {top}"
+        )
+
+
+def _row(context: Context, index: int) -> Logits:
+    """Copy one row of the last batch, and refuse one that is none."""
+    row = np.frombuffer(context.logits(index), np.float32)
+    # A mask is minus infinity; a vocabulary of nothing else, or a NaN, is a fault.
+    if np.isnan(row).any() or not np.isfinite(row).any() or np.isposinf(row).any():
+        raise _Wrong("its logits are not finite")
+    if not np.any(row):
+        raise _Wrong("its logits are all zero")
+    return row
+
+
+def _rows_of(path: Path | None, stack: ExitStack) -> IO[bytes] | None:
+    """Open a file of rows."""
+    return None if path is None else stack.enter_context(path.open("rb"))
+
+
+def _next_row(rows: IO[bytes], n_vocab: int) -> Logits:
+    """Read the next row: read and not mapped, so that it does not count as memory of this process."""
+    raw = rows.read(n_vocab * _FLOAT_BYTES)
+    if len(raw) != n_vocab * _FLOAT_BYTES:
+        raise EOFError(f"the reference's logits end early ({len(raw)} bytes left of a row of {n_vocab} values)")
+    return np.frombuffer(raw, np.float32)
+
+
+def _perplexity(surprises: list[float]) -> float | None:
+    """Give the exponential of the mean; None where it is no number."""
+    if not surprises:
+        return None
+    mean = math.fsum(surprises) / len(surprises)
+    return math.exp(mean) if mean < 700.0 else None
+
+
+def _generate(context: Context, last: Logits, n_past: int, n: int, stage: Callable[..., None]) -> list[int]:
+    """Take the likeliest token n times, in batches of exactly one."""
+    generated: list[int] = []
+    for index in range(n):
+        stage("generating", index / n)
+        token = int(last.argmax())
+        generated.append(token)
+        if context.model.has_tokenizer and context.model.is_eog(token):
+            break
+        if index + 1 < n:
+            context.decode([token], [n_past + index], [0], [True])
+            last = _row(context, 0)
+    return generated
+
+
+def _text(model: Model, generated: list[int]) -> Found:
+    """Tell the greedy text, and a short hash of it."""
+    raw = json.dumps(generated).encode()
+    if model.has_tokenizer:
+        raw = b"".join(model.piece(token) for token in generated)
+    return {
+        "text": raw.decode("utf-8", "replace"),
+        "text_tokens": len(generated),
+        "text_hash": hashlib.sha256(raw).hexdigest()[:8],
+    }
+
+
+def _state(context: Context) -> bytearray:
+    """Copy the state out."""
+    buffer = bytearray(state_size(context))
+    n = state_get(context, buffer)
+    if n != len(buffer):
+        raise _Wrong(f"the library announced {len(buffer)} bytes of state and wrote {n}")
+    return buffer
+
+
+def _restore_twice(
+    model: Model, placement: Placement, tokens: list[int], state: bytearray, n_past: int, stage: Callable[..., None]
+) -> None:
+    """Give the state to two fresh contexts, read it back, and go on in both: the same bytes, and the same logits."""
+    answers: list[list[bytes]] = []
+    for which in ("a fresh context", "a second fresh context"):
+        stage(f"putting the state into {which}")
+        with _open(model, placement) as context:
+            _encode(context, tokens)
+            if state_set(context, state) != len(state):
+                raise _Wrong("the library did not read its own state to the end")
+            if _state(context) != state:
+                raise _Wrong("the state reads back changed after a restore")
+            stage("going on after a restore")
+            answers.append([row.tobytes() for row in _go_on(context, tokens, n_past)])
+    if answers[0] != answers[1]:
+        raise _Wrong("two contexts that were given the same state go on differently")
+
+
+def _go_on(context: Context, tokens: list[int], n_past: int) -> Iterator[Logits]:
+    """Decode a batch of one token, and one of several."""
+    at = n_past
+    for n in (1, 1, min(_N_SEVERAL, context.n_ubatch)):
+        part = [tokens[(at + index) % len(tokens)] for index in range(n)]
+        context.decode(part, range(at, at + n), [0] * n, [True] * n)
+        at += n
+        for index in range(n):
+            yield _row(context, index)
+
+
+def _effective(placement: Placement, heard: _Listener) -> str:
+    """Name the mode that is in effect: a row split without buffers that are split is a layer split."""
+    is_split = any("split" in name.lower() for name, _, _ in heard.buffers)
+    if placement.mode is SplitMode.ROW and not is_split:
+        return SplitMode.LAYER.value
+    return placement.mode.value
+
+
+def _memory() -> dict[str, int]:
+    """Read this process's resident memory now (VmRSS) and at its most (VmHWM), bytes.
+
+    getrusage would give the parent's peak where that was higher: it survives the exec.
+    """
+    text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    return {"VmRSS": 0, "VmHWM": 0} | {name: int(kib) * 1024 for name, kib in _STATUS.findall(text)}
