@@ -155,6 +155,7 @@ class _Serving:
         await control.start(self._held.listen())
         if self._server is not None:
             await self._server.start()
+        watching = asyncio.ensure_future(self._watch())
         try:
             self._log(f"loading {self._config.model}")
             await self._start()
