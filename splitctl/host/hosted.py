@@ -339,13 +339,14 @@ def _conversions(now: Placement, target: Placement) -> tuple[str, ...]:
     plan = conversion.plan(now, target)
     if plan is None:
         return ()
+    v_order = "transposed" if plan.v_trans else "in rows"
     phrases = (
         (plan.type_k, f"K from {now.type_k} to {target.type_k}"),
         (plan.type_v, f"V from {now.type_v} to {target.type_v}"),
-        (plan.v_trans is not None, "V turned: " + ("transposed" if plan.v_trans else "in rows")),
+        (plan.v_trans, f"V turned: {v_order}"),
         (plan.n_stream, f"streams from {conversion.n_streams(now)} to {plan.n_stream}"),
     )
-    return tuple(text for is_so, text in phrases if is_so)
+    return tuple(text for wanted, text in phrases if wanted is not None)
 
 
 __all__ = ["Filling", "HostedSession", "Judgement", "common"]
