@@ -73,6 +73,22 @@ ALIBI_FROM_KEY = frozenset({"mpt", "jais"})
 #: Baichuan uses ALiBi in its 13B form, which is told by the number of its layers.
 BAICHUAN_ALIBI_LAYERS = 40
 
+#: Recurrent memories whose convolution row has the groups of `ssm.group_count`; the others do not read that key.
+GROUPED_STATE = frozenset(
+    {
+        "falcon-h1",
+        "granitehybrid",
+        "mamba2",
+        "nemotron_h",
+        "nemotron_h_moe",
+        "plamo2",
+        "qwen35",
+        "qwen35moe",
+        "qwen3next",
+        "qwen4exp",
+    }
+)
+
 #: An indexer keeps one more row of keys per token: sparse attention.
 INDEXER = frozenset({"deepseek32", "glm-dsa", "hy_v4", "dots3note", "glm5-next", "qwen4exp", "minimax-m3"})
 

@@ -78,6 +78,8 @@ class ModelFacts:
         rope: every `rope.*` entry of the metadata, by key.
         tensors: every tensor of every part.
         n_bytes_read: how much of the files was read, bytes.
+        metadata: every entry of the architecture's own, by key without its prefix; texts' arrays are left out.
+        part_tensors: how many tensors each part holds, in the order of `tensors`; empty for one file.
     """
 
     path: Path
@@ -105,6 +107,8 @@ class ModelFacts:
     rope: tuple[tuple[str, Value], ...]
     tensors: tuple[TensorInfo, ...]
     n_bytes_read: int
+    metadata: tuple[tuple[str, Value], ...] = ()
+    part_tensors: tuple[int, ...] = ()
 
     @property
     def is_recurrent(self) -> bool:
@@ -275,6 +279,7 @@ class _Reading:
         name = values.get("general.name")
         bias = values.get(self._own("attention.max_alibi_bias"), 0.0)
         indexed = self._architecture in architectures.INDEXER
+        own = self._own("")
         return ModelFacts(
             path=header.path,
             files=tuple(one.path for one in headers),
@@ -303,6 +308,8 @@ class _Reading:
             rope=tuple(sorted((key, value) for key, value in values.items() if f"{self._architecture}.rope." in key)),
             tensors=tensors,
             n_bytes_read=sum(one.read_bytes for one in headers),
+            metadata=tuple(sorted((key[len(own) :], value) for key, value in values.items() if key.startswith(own))),
+            part_tensors=tuple(len(one.tensors) for one in headers),
         )
 
     def size(self, key: str, default: int | None = None) -> int:
@@ -390,7 +397,9 @@ class _Reading:
             width = self.size(self._own("attention.key_length"), n_embd // heads if heads else 0)
             row, held = 0, width * width * heads
         else:
-            row, held = conv * (inner + 2 * self.size(self._own("ssm.group_count"), 0) * state), state * inner
+            grouped = self._architecture in architectures.GROUPED_STATE
+            groups = self.size(self._own("ssm.group_count"), 0) if grouped else 0
+            row, held = conv * (inner + 2 * groups * state), state * inner
         attention = self._with_interval(n_head_kv)
         both = self._architecture == "falcon-h1" or self._architecture in architectures.RECURRENT
         layers = n_layer if both or all(attention) else sum(1 for one in attention if not one)

@@ -1,0 +1,44 @@
+"""What a library would allocate for a context, as it said itself in a dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What one context would take, by the library itself.
+
+    Args:
+        n_ctx: context that was asked, tokens.
+        n_batch: most tokens of a decode.
+        n_ubatch: most tokens of a computed batch.
+        compute: compute buffers, bytes by the buffer's name.
+        cache_bytes: the whole cache, bytes; None where the build does not say.
+        output_bytes: the buffer of logits, bytes.
+    """
+
+    n_ctx: int
+    n_batch: int
+    n_ubatch: int
+    compute: Mapping[str, int]
+    cache_bytes: int | None
+    output_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Give it as plain values."""
+        return {
+            "n_ctx": self.n_ctx,
+            "n_batch": self.n_batch,
+            "n_ubatch": self.n_ubatch,
+            "compute": dict(self.compute),
+            "cache_bytes": self.cache_bytes,
+            "output_bytes": self.output_bytes,
+        }
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Reservation:
+        """Read back what `to_json` gave."""
+        return cls(**plain)
