@@ -62,18 +62,33 @@ class Prober:
         Returns:
             The verdict, remembered or fresh.
         """
-        key = ProbeKey.of(self.library, facts, placement, self.device_names, self.rpc)
-        known = self.cache.get(key) if self.cache is not None else None
+        known = self.known(placement, facts)
         if known is not None:
             return known
         fresh = self._try(model_path, placement)
         if self.cache is not None:
             try:
-                self.cache.put(key, fresh)
+                self.cache.put(self._key(placement, facts), fresh)
             except OSError:
                 # A full or read-only cache folder costs another try next time, and is no reason to refuse a switch.
                 return fresh
         return fresh
+
+    def known(self, placement: Placement, facts: ModelFacts) -> ProbeVerdict | None:
+        """Give what is remembered of a placement, from a try or from `verify`.
+
+        Args:
+            placement: the placement.
+            facts: what the model's header says.
+
+        Returns:
+            The verdict; None where nothing is remembered.
+        """
+        return self.cache.get(self._key(placement, facts)) if self.cache is not None else None
+
+    def _key(self, placement: Placement, facts: ModelFacts) -> ProbeKey:
+        """Collect what a verdict depends on."""
+        return ProbeKey.of(self.library, facts, placement, self.device_names, self.rpc)
 
     def _try(self, model_path: Path, placement: Placement) -> ProbeVerdict:
         """Run the try in a child."""

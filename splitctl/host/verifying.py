@@ -22,7 +22,7 @@ from splitctl.host.launch import Worker
 from splitctl.host.protocol import Failure, Fault, Partial, Progress, Result, VerifyRequest
 from splitctl.last_words import telling_line
 from splitctl.outcome import to_plain
-from splitctl.placement import Placement
+from splitctl.placement import FlashAttn, Placement
 from splitctl.probing import ProbeKey, ProbeVerdict, Verdict, VerdictCache, verdict_of_death
 from splitctl.probing.matrix import Cell
 
@@ -170,11 +170,17 @@ class Verifier:
             return
         devices = tuple(report.library["devices"])
         library = Path(report.library["path"])
-        key = ProbeKey.of(library, what.facts, cell.placement, devices, what.rpc)
+        # A session that runs names the choice that was made, one that opens may leave it open.
+        flash = FlashAttn(found["flash_attn"]) if "flash_attn" in found else cell.placement.flash_attn
+        keys = dict.fromkeys(
+            ProbeKey.of(library, what.facts, one, devices, what.rpc)
+            for one in (cell.placement, cell.placement.changed(flash_attn=flash))
+        )
         numbers = {name: float(found[name]) for name in _NUMBERS if found.get(name) is not None}
         verdict = ProbeVerdict(Verdict(found["verdict"]), found["why"], numbers)
         try:
-            report.remembered += self.cache.put(key, verdict)
+            kept = [self.cache.put(key, verdict) for key in keys]
+            report.remembered += any(kept)
         except OSError:
             # A full or read-only cache folder: what was found is told all the same, and the count says so.
             return

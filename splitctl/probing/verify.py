@@ -20,7 +20,7 @@ import numpy as np
 from llama_native import CallFailed, Context, Library, LoadCancelled, Model, state_get, state_set, state_size
 from splitctl.engine import context_params, model_params, resolve_threads
 from splitctl.last_words import is_shortage, telling_line
-from splitctl.placement import Placement, SplitMode
+from splitctl.placement import FlashAttn, Placement, SplitMode
 from splitctl.probing.comparing import Logits, Tally, nmse_limit, surprise
 from splitctl.probing.probe import SMALL_BYTES, ProbeCancelled
 from splitctl.probing.verdicts import Verdict
@@ -38,6 +38,7 @@ _FLOAT_BYTES = 4
 _MIB = 1 << 20
 _BUFFER = re.compile(r"(?P<name>\S+)\s+(?P<kind>model|KV|RS|compute|output) buffer size\s*=\s*(?P<mib>[\d.]+) MiB")
 _RETRIED = "retrying without pipeline parallelism"
+_FLASH_OFF = re.compile(r"flash attention\b.*\bset to disabled", re.IGNORECASE)
 _STATUS = re.compile(r"^(VmRSS|VmHWM):\s+(\d+) kB$", re.MULTILINE)
 
 Found = dict[str, Any]
@@ -75,6 +76,7 @@ class _Listener:
     is_listening: bool = True
     buffers: list[tuple[str, str, float]] = field(default_factory=list)
     is_degraded: bool = False
+    is_flash_off: bool = False
 
     def __call__(self, _level: int, text: str) -> None:
         """Take a message."""
@@ -82,6 +84,7 @@ class _Listener:
             return
         self.buffers += [(found["name"], found["kind"], float(found["mib"]) * _MIB) for found in _BUFFER.finditer(text)]
         self.is_degraded = self.is_degraded or _RETRIED in text
+        self.is_flash_off = self.is_flash_off or bool(_FLASH_OFF.search(text))
 
 
 def measure(
@@ -174,6 +177,7 @@ def _measure(
         stage("making the context")
         with _open(model, fitted) as context:
             heard.is_listening = False
+            found["flash_attn"] = _flash_attn(placement, heard).value
             found |= {"loads": True, "n_tokens": len(tokens), "n_vocab": model.n_vocab, "n_ctx": context.n_ctx}
             tell()
             _encode(context, tokens)
@@ -366,6 +370,13 @@ def _effective(placement: Placement, heard: _Listener) -> str:
     if placement.mode is SplitMode.ROW and not is_split:
         return SplitMode.LAYER.value
     return placement.mode.value
+
+
+def _flash_attn(placement: Placement, heard: _Listener) -> FlashAttn:
+    """Say what became of an open choice."""
+    if placement.flash_attn is not FlashAttn.AUTO:
+        return placement.flash_attn
+    return FlashAttn.OFF if heard.is_flash_off else FlashAttn.ON
 
 
 def _memory() -> dict[str, int]:

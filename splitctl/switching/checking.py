@@ -1,7 +1,8 @@
 """CHECKING: gathers what the rules look at, asks them, and where a try can tell, asks the probe. Touches nothing.
 
 A try runs in a child process (``host.probes.Prober``), which may die of it: that is its answer. It is asked only for
-modes that a build can get wrong, and only when no rule has refused the target for good.
+modes that a build can get wrong, and only when no rule has refused the target for good. What is known already, from
+earlier tries and from `splitctl verify`, counts in every mode.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ class Prober(Protocol):
 
     def __call__(self, model_path: Path, placement: Placement, facts: ModelFacts) -> ProbeVerdict:
         """Return what the try came to, remembered or fresh."""
+
+    def known(self, placement: Placement, facts: ModelFacts) -> ProbeVerdict | None:
+        """Return what is remembered of a placement; None where nothing is."""
 
 
 class Checker:
@@ -84,8 +88,13 @@ class Checker:
         findings = judge(None)
         if force:
             return rules.refused(f for f in findings if not f.settled_by_probe)
-        if self._prober is None or target.mode not in TRIED or not rules.worth_a_try(findings):
+        if self._prober is None or not rules.worth_a_try(findings):
             return rules.refused(findings)
+        if target.mode not in TRIED:
+            # What failed by a return may be mended by now, and would only return again.
+            known = self._prober.known(target, self._facts)
+            is_bad = known is not None and known.verdict in {Verdict.DIES, Verdict.WRONG}
+            return rules.refused(judge(known) if is_bad else findings)
         verdict = self._prober(self._facts.path, target, self._facts)
         if verdict.verdict is Verdict.INCONCLUSIVE:
             text = (

@@ -93,7 +93,7 @@ def check(
     case = _Case(current, target, facts, build, host, session)
     found = [finding for rule in _RULES for finding in rule(case)]
     if probe is not None and probe.verdict is not Verdict.INCONCLUSIVE:
-        found = list(_settled(found, probe, target))
+        found = list(_settled(found, probe, case))
     return tuple(sorted(found, key=lambda finding: not finding.blocking))
 
 
@@ -139,14 +139,17 @@ def check_context_shift(placement: Placement) -> tuple[Finding, ...]:
     return (Finding("context-shift-in-tensor-mode", text),)
 
 
-def _settled(found: list[Finding], probe: ProbeVerdict, target: Placement) -> Iterator[Finding]:
+def _settled(found: list[Finding], probe: ProbeVerdict, case: _Case) -> Iterator[Finding]:
     """Let a try's verdict stand over what the tables say."""
     for finding in found:
         if not (finding.settled_by_probe and finding.blocking and probe.verdict is Verdict.OK):
             yield finding
     if probe.verdict is not Verdict.OK:
         saw = f"{probe.verdict.value} ({probe.why})" if probe.why else probe.verdict.value
-        text = f"a try of {target.describe()} in a child process came to: {saw}; use another placement"
+        text = (
+            f"{case.build.version} with {case.facts.architecture}, {case.target.describe()}, tried in a child process, "
+            f"came to: {saw}; use another placement"
+        )
         yield Finding(f"probe-{probe.verdict.value}", text)
 
 
