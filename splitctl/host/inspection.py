@@ -11,7 +11,8 @@ from typing import Any
 
 from llama_native import Device, DeviceKind, Library, discover
 from llama_native.capabilities import CAPABILITIES
-from splitctl.host.protocol import DevicesRequest, DoctorRequest, Event, Partial, Request
+from splitctl.host.protocol import DevicesRequest, DoctorRequest, Event, Partial, Progress, Request, ReserveRequest
+from splitctl.probing import can_reserve, reserve
 
 _ENV_PREFIXES = ("GGML_", "LLAMA_", "CUDA_", "HIP_", "ROCR_", "NCCL_", "VK_", "GPU_DEVICE_ORDINAL", "OMP_")
 
@@ -100,6 +101,44 @@ def examine(request: DoctorRequest, env: Mapping[str, str], emit: Callable[[Even
     devices = library.devices()
     body["devices"] = [_device(one) for one in devices]
     body["warnings"] += _warnings(library, devices)
+    return body
+
+
+def reserve_buffers(request: ReserveRequest, env: Mapping[str, str], emit: Callable[[Event], None]) -> dict[str, Any]:
+    """Tell the library and its devices, and what contexts would take.
+
+    Args:
+        request: the placement and the sizes.
+        env: the environment in which to look.
+        emit: told what is known before the library plans, in case that ends the process.
+
+    Returns:
+        Keys library and reservations.
+
+    Raises:
+        NativeError: no library can be used, or it refuses the placement.
+    """
+    library = open_library(request, env)
+    body: dict[str, Any] = {
+        "library": {
+            "path": str(library.path),
+            "version": library.version,
+            "max_devices": library.max_devices,
+            "can_reserve": can_reserve(library),
+            "devices": [_device(one) for one in library.devices()],
+        },
+        "reservations": [],
+    }
+    emit(Partial(dict(body)))
+    if request.sizes and can_reserve(library):
+        found = reserve(
+            library,
+            str(request.model),
+            request.placement,
+            request.sizes,
+            on_stage=lambda stage: emit(Progress(stage)),
+        )
+        body["reservations"] = [one.to_json() for one in found]
     return body
 
 

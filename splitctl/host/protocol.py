@@ -173,6 +173,25 @@ class VerifyRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class ReserveRequest:
+    """Tell the library and its devices, and what contexts would take, without loading anything.
+
+    Attributes:
+        model: the GGUF file.
+        library: the library file, or None to look for one.
+        placement: the placement; the sizes of its context are replaced.
+        sizes: context, batch and micro-batch of each, tokens; none: the library and its devices alone.
+        rpc: RPC servers whose devices are added, HOST:PORT each.
+    """
+
+    model: Path
+    library: Path | None
+    placement: Placement
+    sizes: tuple[tuple[int, int, int], ...]
+    rpc: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class HostRequest:
     """Serve a hosted session: every line after this one is an order (`orders.ORDERS`) or a control line.
 
@@ -189,7 +208,7 @@ class HostRequest:
     arena_fds: tuple[int, ...]
 
 
-Request = DevicesRequest | DoctorRequest | RunRequest | ProbeRequest | VerifyRequest | HostRequest
+Request = DevicesRequest | DoctorRequest | RunRequest | ProbeRequest | VerifyRequest | ReserveRequest | HostRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +295,7 @@ _REQUESTS: Mapping[str, type[Request]] = {
     "run": RunRequest,
     "probe": ProbeRequest,
     "verify": VerifyRequest,
+    "reserve": ReserveRequest,
     "host": HostRequest,
 }
 _EVENTS: Mapping[str, type[Event]] = {
@@ -394,6 +414,8 @@ def _request_field(name: str, value: Any) -> Any:
         return None if value is None else SplitMode(value)
     if name in {"rpc", "arena_fds"}:
         return tuple(value)
+    if name == "sizes":
+        return tuple((int(n_ctx), int(n_batch), int(n_ubatch)) for n_ctx, n_batch, n_ubatch in value)
     if name == "sampler":
         return SamplerSpec(**{**value, "stop": tuple(value.get("stop", ()))})
     return value

@@ -31,6 +31,7 @@ from splitctl.host.protocol import (
     ProbeRequest,
     ProtocolBroken,
     Request,
+    ReserveRequest,
     Result,
     RunRequest,
     VerifyRequest,
@@ -154,6 +155,8 @@ def _answer(request: Request, env: Mapping[str, str], emit: Emitter, cancel: Can
                 return Result(_probe(request, env, emit, cancel.is_set))
             case VerifyRequest():
                 return Result(_verify(request, env, emit, cancel.is_set))
+            case ReserveRequest():
+                return Result(inspection.reserve_buffers(request, env, emit))
             case RunRequest():
                 library = inspection.open_library(request, env)
                 _forward_log(library)

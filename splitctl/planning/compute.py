@@ -69,7 +69,7 @@ def _between(known: Sequence[Reservation], n_ctx: int, n_ubatch: int) -> dict[st
         return None
     by_batch: dict[int, list[Reservation]] = {}
     for one in known:
-        by_batch.setdefault(min(one.n_ubatch, one.n_batch), []).append(one)
+        by_batch.setdefault(min(one.n_ubatch, one.n_batch, one.n_ctx), []).append(one)
     rows = {batch: _over_context(of_batch, n_ctx) for batch, of_batch in by_batch.items()}
     usable = {batch: row for batch, row in rows.items() if row is not None}
     if n_ubatch in usable:

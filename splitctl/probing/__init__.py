@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from splitctl.probing.probe import try_placement
+from splitctl.probing.reserve import can_reserve, reserve
 from splitctl.probing.verdicts import ProbeKey, ProbeVerdict, Verdict, VerdictCache, build_id, verdict_of_death
 
 __all__ = [
@@ -11,6 +12,8 @@ __all__ = [
     "Verdict",
     "VerdictCache",
     "build_id",
+    "can_reserve",
+    "reserve",
     "try_placement",
     "verdict_of_death",
 ]
