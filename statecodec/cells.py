@@ -76,13 +76,15 @@ def read_cells(cursor: Cursor, count: int, rule: CellRule, limits: Limits, where
     while left:
         if len(runs) >= limits.n_cell_runs:
             raise LimitExceeded(cursor.offset, f"{where} cells", "more runs", f"at most {limits.n_cell_runs}")
-        run = _read_run(cursor, left, rule, where, first=not runs)
+        run = _read_run(cursor, left, rule, limits, where, first=not runs)
         runs.append(run)
         left -= len(run)
     return _assemble(start, runs, rule)
 
 
-def _read_run(cursor: Cursor, left: int, rule: CellRule, where: str, *, first: bool) -> npt.NDArray[Any]:
+def _read_run(
+    cursor: Cursor, left: int, rule: CellRule, limits: Limits, where: str, *, first: bool
+) -> npt.NDArray[Any]:
     """Take the longest run of cells with as many sequences as the next one has."""
     ahead = cursor.fork()
     ahead.i32(f"{where} cell pos")
@@ -100,7 +102,7 @@ def _read_run(cursor: Cursor, left: int, rule: CellRule, where: str, *, first: b
     start = cursor.offset
     # Where not one whole record is left, asking for one says so.
     run = cursor.records(dtype, max(length, 1), f"{where} cells")
-    _check_run(run, start, where)
+    _check_run(run, start, limits.n_seq, where)
     return run
 
 
@@ -111,7 +113,7 @@ def _alike(cursor: Cursor, dtype: np.dtype[Any], window: int, n_seq_id: int) -> 
     return int(differs[0]) if len(differs) else len(seen)
 
 
-def _check_run(run: npt.NDArray[Any], start: int, where: str) -> None:
+def _check_run(run: npt.NDArray[Any], start: int, n_seq: int, where: str) -> None:
     """Refuse positions, sequence ids and tokens that no library writes."""
     size = run.dtype.itemsize
     negative = np.flatnonzero(run["pos"] < 0)
@@ -131,12 +133,12 @@ def _check_run(run: npt.NDArray[Any], start: int, where: str) -> None:
         return
     ids = run["seq_id"]
     # The library walks its sequences upwards, so ids of a cell ascend; that also rules out repetition.
-    sound = (ids[:, 0] >= 0) & np.all(ids[:, 1:] > ids[:, :-1], axis=1)
+    sound = (ids[:, 0] >= 0) & (ids[:, -1] < n_seq) & np.all(ids[:, 1:] > ids[:, :-1], axis=1)
     wrong = np.flatnonzero(~sound)
     if len(wrong):
         index = int(wrong[0])
         at = start + (index + 1) * size - ids.shape[1] * 4
-        raise BadField(at, f"{where} cell seq_id", ids[index].tolist(), "ascending ids from 0 on")
+        raise BadField(at, f"{where} cell seq_id", ids[index].tolist(), f"ascending ids from 0 to {n_seq - 1}")
 
 
 def _assemble(start: int, runs: list[npt.NDArray[Any]], rule: CellRule) -> Cells:

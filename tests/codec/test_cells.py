@@ -75,6 +75,8 @@ def test_runs_are_bounded() -> None:
 @pytest.mark.parametrize(
     ("held", "ext_bytes", "offset", "field"),
     [
+        # The library has room for 256 sequences, whatever else a sound-looking cell says.
+        ([Cell(0, (255,)), Cell(1, (0, 256))], 0, 20, "cell seq_id"),
         ([Cell(0), Cell(-5)], 0, 12, "pos"),
         ([Cell(0), Cell(1, (0, 0))], 0, 20, "seq_id"),
         ([Cell(0), Cell(1, (2, 1))], 0, 20, "seq_id"),

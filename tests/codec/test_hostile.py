@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from statecodec import LimitExceeded, Limits, StateFormatError, emit, parse
+from statecodec import Ambiguous, LimitExceeded, Limits, ModelFacts, StateFormatError, emit, parse, salvage
 from tests.codec.cases import CASES
 from tests.codec.goldens import MANIFEST, golden
 from tests.codec.synthetic import Attention, Cell, Recurrent, cells, context, sequence
@@ -48,6 +48,41 @@ def test_damaged_states(seed: bytes, patches: list[tuple[int, int]], cut: int, t
         if len(data) >= 4:
             struct.pack_into("<I", data, at % (len(data) - 3), word)
     check(bytes(data[: len(data) - cut % 64 if cut % 3 == 0 else len(data)]) + tail)
+
+
+_PARTS = [None, (), *(("attention",) * n for n in (1, 2, 3)), ("recurrent",), ("attention", "recurrent")]
+
+
+@given(
+    st.sampled_from(_SEEDS),
+    st.lists(st.tuples(st.integers(0, 1 << 20), st.sampled_from(_WORDS)), max_size=2),
+    st.floats(0, 1),
+    st.binary(max_size=16),
+    st.sampled_from(_PARTS),
+    st.sampled_from([(), (True,), (False,), (True, False)]),
+)
+def test_what_is_kept_of_damaged_states_is_sound(
+    seed: bytes,
+    patches: list[tuple[int, int]],
+    share: float,
+    tail: bytes,
+    parts: tuple[str, ...] | None,
+    has_v: tuple[bool, ...],
+) -> None:
+    """Whatever the damage and the facts, salvage gives what reads again, or nothing and a reason."""
+    data = bytearray(seed)
+    for at, word in patches:
+        if len(data) >= 4:
+            struct.pack_into("<I", data, at % (len(data) - 3), word)
+    facts = ModelFacts(sections=parts, has_v=has_v)
+    try:
+        found = salvage(bytes(data[: int(share * len(data))]) + tail, facts=facts)
+    except Ambiguous:
+        return
+    assert (found.image is None) == bool(found.reason)
+    if found.image is not None:
+        again = parse(b"".join(emit(found.image)), facts=facts)
+        assert again.sequences() == found.image.sequences()
 
 
 def test_a_thousand_random_damages() -> None:

@@ -103,7 +103,7 @@ def test_a_real_state_at_every_truncation(kind: str) -> None:
     facts = facts_of(image)
     is_attention = all(isinstance(section, AttentionSection) for section in image.sections)
     whole = rows_of(image) if is_attention else {}
-    for n_bytes in {*range(0, len(data), max(1, len(data) // 100)), *range(max(0, len(data) - 40), len(data))}:
+    for n_bytes in {*range(0, len(data), max(1, len(data) // 40)), *range(max(0, len(data) - 20), len(data))}:
         found = salvage(data[:n_bytes], facts=facts)
         if found.image is None:
             assert found.reason
