@@ -344,13 +344,19 @@ class Keeper:
     async def _recover(self, reason: str) -> None:
         """Try what there is to try, and park the session when nothing is left."""
         why = reason
+        unreadable: list[Placement] = []
         while (attempt := self._recovery.next(self.switches.seals)) is not None:
-            if attempt.drops_streams and not self.traffic.drop_stuck(why):
+            # Without its streams the session is opened by the same order: what failed so in a worker fails again.
+            if attempt.drops_streams and (attempt.placement in unreadable or not self.traffic.has_stuck):
                 continue
             opened = await self.open(self._order_of(attempt))
             if isinstance(opened, Opened):
+                if attempt.drops_streams:
+                    self.traffic.drop_stuck(why)
                 self._recovered(opened, reason)
                 return
+            if attempt.seal is None:
+                unreadable.append(attempt.placement)
             why = opened.reason
             self.tell(f"it cannot be served {'from its saved state' if attempt.seal else 'from its tokens'}: {why}")
         await self._park(reason if why == reason else f"{reason}; then {why}")

@@ -70,11 +70,13 @@ class OnTrial:
     """A switch whose first decode is still to come.
 
     Attributes:
+        order: number of the order.
         original: where the session goes if that fails.
         seal: the carry that goes with it.
         outcome: the outcome as the worker gave it.
     """
 
+    order: int
     original: Placement
     seal: Seal | None
     outcome: dict[str, Any]
@@ -132,11 +134,14 @@ class Switches:
         Raises:
             ReportWrong: there is none, or no such stage.
         """
-        switch = self._of(report.order)
         try:
             stage = Stage(report.stage)
         except ValueError as error:
             raise ReportWrong(f"a switch in a stage {report.stage!r:.40}") from error
+        if self.under_way is None and self.trial is not None and self.trial.order == report.order:
+            # Its first decode failed, and the worker goes back: the trial is over when it says so.
+            return stage
+        switch = self._of(report.order)
         switch.is_begun = True
         if stage is not switch.stage:
             self._leave(switch, now)
@@ -186,7 +191,7 @@ class Switches:
             return outcome
         self.under_way = None
         if status is SwitchStatus.SWITCHED and not outcome.get("confirmed"):
-            self.trial = OnTrial(switch.original, switch.seal, outcome)
+            self.trial = OnTrial(switch.order, switch.original, switch.seal, outcome)
         elif switch.seal is not None:
             self.trial = None
         if effective is not None:

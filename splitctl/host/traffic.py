@@ -208,18 +208,16 @@ class Traffic:
             self._send(start)
         self.resume()
 
-    def drop_stuck(self, reason: str) -> bool:
-        """End the streams over which workers were lost without a token in between.
+    @property
+    def has_stuck(self) -> bool:
+        """Whether workers were lost over a stream without a token of it in between."""
+        return bool(self._tokenizing) or any(job.n_losses for job in self.books.running)
 
-        Returns:
-            Whether there was any.
-        """
-        stuck = [job for job in self.books.running if job.n_losses]
-        self._give_up(stuck, f"workers were lost over it: {reason}")
-        is_any = bool(stuck or self._tokenizing)
+    def drop_stuck(self, reason: str) -> None:
+        """End the streams over which workers were lost without a token in between."""
+        self._give_up([job for job in self.books.running if job.n_losses], f"workers were lost over it: {reason}")
         text = f"workers were lost while it waited: {reason}"
         self._desk.fail(OrderFailed(Fault.INTERNAL, "WorkerLost", text), (Tokenize,))
-        return is_any
 
     def end_all(self, message: str) -> None:
         """End every stream with an error.

@@ -186,6 +186,16 @@ def test_a_trial_that_failed_in_the_worker_is_no_place_to_go_back_to() -> None:
     assert switches.summary() == {"count": 1, "ended": {"fell_back": 1}, "took": []}
 
 
+def test_a_trial_that_fails_in_the_worker_tells_its_stages() -> None:
+    """The worker that goes back says where it is; lost on its way, the session belongs where it came from."""
+    switches = _on_trial()
+    for stage in (Stage.RELEASING, Stage.PLACING_OLD, Stage.BUILDING_OLD):
+        assert switches.reached(StageReached(1, stage.value), 10.0) is stage
+    assert (_loss(switches).home, _loss(switches).seal) == (LAYER, NEW)
+    with pytest.raises(ReportWrong):
+        switches.reached(StageReached(2, "releasing"), 10.0)
+
+
 @pytest.mark.parametrize("n", range(len(_FORWARD) + 1))
 def test_a_switch_that_interrupts_a_trial(n: int) -> None:
     """Until it has sealed its own carry the trial's original is the way back, and both have failed."""
