@@ -88,7 +88,20 @@ class SessionParked:
     reason: str
 
 
-HostEvent = SwitchStage | SwitchEnded | TrialEnded | WorkerGone | SessionRecovered | SessionParked
+@dataclass(frozen=True, slots=True)
+class SessionSaved:
+    """The session is in a file, and goes on.
+
+    Attributes:
+        path: the file.
+        n_bytes: its size.
+    """
+
+    path: Path
+    n_bytes: int
+
+
+HostEvent = SwitchStage | SwitchEnded | TrialEnded | WorkerGone | SessionRecovered | SessionParked | SessionSaved
 
 #: Events that lie waiting for one watcher; of a slower one the oldest are dropped.
 _MOST_WAITING = 1024
@@ -151,6 +164,7 @@ __all__ = [
     "Hub",
     "SessionParked",
     "SessionRecovered",
+    "SessionSaved",
     "SwitchEnded",
     "SwitchStage",
     "TrialEnded",

@@ -16,7 +16,7 @@ from typing import Any
 from splitctl.errors import Busy, Parked, SplitctlError
 from splitctl.host.config import HostConfig, HostState
 from splitctl.host.desk import OnLoss, OrderFailed
-from splitctl.host.events import HostEvent
+from splitctl.host.events import HostEvent, SessionSaved
 from splitctl.host.keeper import Keeper
 from splitctl.host.life import End
 from splitctl.host.orders import Check, Checked, Open, Replaced, Restore, Save, Saved, Switch
@@ -192,7 +192,7 @@ class Supervisor:
             OrderFailed: it could not be written.
         """
         self._refuse_gone()
-        saved: Saved = await self._ask(Save(self._keeper.desk.number(), path))
+        saved = await self._save(path)
         n_sequences, n_tokens = self._keeper.held
         return {"path": str(path), "bytes": saved.n_bytes, "sequences": n_sequences, "tokens": n_tokens}
 
@@ -282,6 +282,21 @@ class Supervisor:
         self._keeper.flush()
         return await asyncio.shield(answer)
 
+    async def _save(self, path: Path) -> Saved:
+        saved: Saved = await self._ask(Save(self._keeper.desk.number(), path))
+        self._keeper.hub.tell(SessionSaved(path, saved.n_bytes))
+        return saved
+
+    async def _save_own(self) -> None:
+        """Save the session in its place.
+
+        Raises:
+            OrderFailed, OSError: it could not be written.
+        """
+        path = self._config.save_path
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        await self._save(path)
+
     async def _replace(self, path: Path) -> dict[str, Any]:
         """Let the worker restore a file; streams that come meanwhile wait."""
         keeper = self._keeper
@@ -339,8 +354,7 @@ class Supervisor:
         keeper, path = self._keeper, self._config.save_path
         if is_served and keeper.life is not None:
             try:
-                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                await self._ask(Save(keeper.desk.number(), path))
+                await self._save_own()
             except (SplitctlError, OSError) as error:
                 self._tell(f"the worker could not save the session: {error}")
             else:
@@ -349,7 +363,7 @@ class Supervisor:
 
     async def _checkpoints(self, every_s: float) -> None:
         """Save the session again and again, while it changes."""
-        keeper, path = self._keeper, self._config.save_path
+        keeper = self._keeper
         saved = keeper.traffic.books.version
         while True:
             await asyncio.sleep(every_s)
@@ -357,10 +371,9 @@ class Supervisor:
             if self.state is not HostState.SERVING or version == saved:
                 continue
             try:
-                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                await self._ask(Save(keeper.desk.number(), path))
+                await self._save_own()
             except (SplitctlError, OSError) as error:
-                self._tell(f"the session could not be saved to {path}: {error}")
+                self._tell(f"the session could not be saved to {self._config.save_path}: {error}")
             else:
                 saved = version
 
