@@ -14,6 +14,7 @@ from splitctl.cli.devices import devices
 from splitctl.cli.doctor import doctor
 from splitctl.cli.explain import explain
 from splitctl.cli.output import ExitCode, Screen, error_body, one_line, print_json
+from splitctl.cli.plan import plan
 from splitctl.cli.run import run
 from splitctl.cli.serve import serve
 from splitctl.cli.sessions import ps, restore, save, stop
@@ -38,6 +39,7 @@ cli.add_command(save)
 cli.add_command(restore)
 cli.add_command(devices)
 cli.add_command(doctor)
+cli.add_command(plan)
 cli.add_command(explain)
 cli.add_command(verify)
 cli.add_command(state)

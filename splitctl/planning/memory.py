@@ -22,9 +22,9 @@ from splitctl.planning import weights as weighing
 from splitctl.planning.backends import CPU, Backend, backend_of
 from splitctl.planning.cells import CacheTensor, cache_tensors, shape_of
 from splitctl.planning.compute import DEVICE, HOST_BUFFER, META, Compute, compute_of
-from splitctl.planning.slices import Cutter
 from splitctl.planning.weights import HOST, Piece
 from splitctl.reservation import Reservation
+from splitctl.slices import Cutter
 
 _F32_BYTES = 4
 #: Beside its rows the state holds of each cell its position and its sequences.

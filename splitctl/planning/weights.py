@@ -15,7 +15,7 @@ from splitctl.facts import ModelFacts
 from splitctl.gguf_header import TensorInfo
 from splitctl.layers import layers_of
 from splitctl.planning.backends import Backend
-from splitctl.planning.slices import Cutter
+from splitctl.slices import Cutter
 
 #: Tensors of the input, which stay on the host.
 _INPUT = frozenset({"token_embd.weight", "position_embd.weight", "token_types.weight", "per_layer_token_embd.weight"})

@@ -16,6 +16,7 @@ from splitctl.facts import ModelFacts
 from splitctl.outcome import Reason
 from splitctl.placement import FlashAttn, Placement, SplitMode
 from splitctl.probing.verdicts import ProbeVerdict, Verdict
+from splitctl.slices import effective_split
 from splitctl.switching import tables
 from splitctl.switching.circumstances import BuildFacts, Finding, HostFacts, SessionFacts
 
@@ -245,6 +246,28 @@ def _tensor_heads(case: _Case) -> Iterator[Finding]:
         yield Finding("uneven-kv-heads", text, blocking=False)
 
 
+def _shares(case: _Case) -> Iterator[Finding]:
+    """What the devices really get of a tensor split, where it is not what was asked."""
+    target, n_devices = case.target, len(case.device_names)
+    asked = target.tensor_split
+    if target.mode is not SplitMode.TENSOR or asked is None or n_devices < 2 or not sum(asked[:n_devices]):
+        return
+    wanted = [share / sum(asked[:n_devices]) for share in (*asked, *([0.0] * n_devices))][:n_devices]
+    got = effective_split(case.facts, n_devices, asked)
+    for what, shares in (("weights", got.weights), ("cache", got.cache)):
+        if shares and max(abs(one - other) for one, other in zip(shares, wanted, strict=True)) > tables.SPLIT_NOISE:
+            text = (
+                f"the tensor split asks for {_of_one(wanted)} and whole heads give {_of_one(shares)} of the {what}, "
+                "summed over the layers; plan with these shares, or ask for others"
+            )
+            yield Finding("uneven-tensor-split", text, blocking=False)
+
+
+def _of_one(shares: Iterable[float]) -> str:
+    """Write shares of one."""
+    return ":".join(f"{share:.3f}" for share in shares)
+
+
 def _cache(case: _Case) -> Iterator[Finding]:
     """Cache types, residency and flash attention."""
     target, facts, flash = case.target, case.facts, case.flash
@@ -390,6 +413,7 @@ _RULES: tuple[Callable[[_Case], Iterator[Finding]], ...] = (
     _mode,
     _adapters,
     _tensor_heads,
+    _shares,
     _cache,
     _room,
     _conversion,

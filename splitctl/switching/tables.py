@@ -97,6 +97,9 @@ FULL_CACHE_TYPES_SINCE = 11549
 #: one alone, and say that they read it all.  Source: the state of two sequences on real builds.
 ALL_STREAMS_RESTORED_SINCE = 11063
 
+#: A tensor split that comes out closer than this to what was asked is not worth a word.
+SPLIT_NOISE = 0.02
+
 #: Cache types that come in blocks of 32 values.
 QUANTIZED_CACHE_TYPES = frozenset({"q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"})
 CACHE_BLOCK_VALUES = 32

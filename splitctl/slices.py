@@ -343,3 +343,48 @@ def _rotations(layers: Sequence[LayerFacts], n_devices: int) -> list[int]:
         found.append(seen.get(kind, 0) % n_devices)
         seen[kind] = seen.get(kind, 0) + 1
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class EffectiveSplit:
+    """What devices really get of a tensor split, as shares of one.
+
+    Args:
+        weights: of the bytes of weights that are cut.
+        cache: of the rows of the cache; empty when nothing of it is cut.
+    """
+
+    weights: tuple[float, ...]
+    cache: tuple[float, ...]
+
+
+def effective_split(facts: ModelFacts, n_devices: int, shares: Sequence[float] | None) -> EffectiveSplit:
+    """Sum the cuts over all layers, the rotation of the rounding included.
+
+    Args:
+        facts: the model.
+        n_devices: how many devices.
+        shares: the tensor split that is asked; None for even shares.
+
+    Returns:
+        The shares that come of it; empty for a model whose tensors are not known.
+    """
+    cutter = Cutter(facts, n_devices, shares)
+    weights, cache = [0.0] * n_devices, [0.0] * n_devices
+    for tensor in facts.tensors:
+        cut = cutter.cut(tensor.name, tensor.dims, tensor.type_id)
+        if cut.axis is not None:
+            for device, size in enumerate(cut.sizes):
+                weights[device] += (tensor.n_bytes or 0) * size / tensor.dims[cut.axis]
+    for layer in layers_of(facts).each:
+        for letter, width in (("k", layer.k_width), ("v", layer.v_width)):
+            cut = cutter.cut(f"cache_{letter}_l{layer.index}", (width,)) if layer.has_cache and width else Cut(None)
+            for device, size in enumerate(cut.sizes):
+                cache[device] += size
+    return EffectiveSplit(_of_one(weights), _of_one(cache))
+
+
+def _of_one(sizes: Sequence[float]) -> tuple[float, ...]:
+    """Give sizes as shares of one; empty when there is nothing."""
+    total = sum(sizes)
+    return tuple(size / total for size in sizes) if total else ()

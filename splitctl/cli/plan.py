@@ -1,0 +1,318 @@
+"""`splitctl plan`: what a placement and a switch would take on every device, before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import psutil
+from rich.console import Console
+
+from splitctl.cli.options import (
+    MODES,
+    Mode,
+    json_option,
+    library_option,
+    placement_options,
+    rpc_option,
+    verbose_option,
+)
+from splitctl.cli.output import ExitCode, Screen, print_json
+from splitctl.cli.plan_text import chunk_text, picture, show
+from splitctl.durable import replacing
+from splitctl.errors import BadModelFile
+from splitctl.facts import ModelFacts, read_facts
+from splitctl.host.reserving import LibraryMissing, Reserver
+from splitctl.placement import Placement, SplitMode
+from splitctl.planning.fitting import MIN_CHUNK, Chunk
+from splitctl.planning.memory import DeviceFacts
+from splitctl.planning.survey import (
+    Known,
+    ModeAnswer,
+    SwitchAnswer,
+    answer_chunk,
+    answer_mode,
+    answer_switch,
+    mode_json,
+    need_json,
+    sizes_to_ask,
+    switch_json,
+)
+from splitctl.reservation import Reservation
+from splitctl.switching import rules
+from splitctl.switching.circumstances import BuildFacts, Finding, HostFacts, SessionFacts
+
+_GIB = 1024**3
+#: Largest chunk that `--ubatch auto` asks about [tokens].
+_MAX_CHUNK = 4096
+_MODES = (SplitMode.NONE, SplitMode.LAYER, SplitMode.TENSOR)
+
+
+class FreeMemory(click.ParamType[Mapping[str, int]]):
+    """Free memory of devices, by name."""
+
+    name = "DEVICE=GiB,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Mapping[str, int]:
+        """Read the pairs; "host" stands for the host."""
+        if isinstance(value, Mapping):
+            return value
+        found: dict[str, int] = {}
+        for part in str(value).split(","):
+            name, _, size = part.strip().rpartition("=")
+            try:
+                gib = float(size)
+            except ValueError:
+                gib = -1.0
+            if not name or not 0 <= gib < 1 << 20:
+                self.fail(f"{part!r} is not DEVICE=GiB, such as CUDA0=11.5 or host=32", param, ctx)
+            found[name] = int(gib * _GIB)
+        return found
+
+
+class Chunks(click.ParamType[int]):
+    """A number of tokens, or auto."""
+
+    name = "N|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Read it; auto is 0."""
+        if value == "auto":
+            return 0
+        try:
+            tokens = int(value)
+        except ValueError:
+            tokens = -1
+        if not 0 <= tokens < 1 << 31:
+            self.fail(f"{value!r} is not a number of tokens or auto", param, ctx)
+        return tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the user asked, and what was gathered for it."""
+
+    generate: Placement
+    prompt: Placement
+    known: Known
+    version: str
+    max_devices: int
+    unsaid: Mapping[SplitMode, str]
+
+
+@click.command()
+@click.option(
+    "-m", "--model", type=click.Path(path_type=Path), envvar="LLAMA_ARG_MODEL", required=True, help="The GGUF file."
+)
+@click.option(
+    "-psm", "--prompt-split-mode", "prompt_mode", type=Mode(), metavar=MODES, help="Split mode of the prompt."
+)
+@click.option(
+    "--free", type=FreeMemory(), default=None, metavar="DEVICE=GiB,...",
+    help="Free memory to plan with, instead of what the library says; a device that is not here may be named too.",
+)  # fmt: skip
+@click.option(
+    "--ubatch", "chunk", type=Chunks(), default=None, metavar="[N|auto]",
+    help="Micro-batch of the prompt; auto finds the largest that every device can lend.",
+)  # fmt: skip
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Also draw the bars into a file.")
+@library_option
+@rpc_option
+@placement_options
+@verbose_option
+@json_option
+def plan(
+    *,
+    model: Path,
+    placement: Placement,
+    prompt_mode: SplitMode | None,
+    free: Mapping[str, int] | None,
+    chunk: int | None,
+    plot: Path | None,
+    library: Path | None,
+    rpc: tuple[str, ...],
+    verbose: bool,
+    as_json: bool,
+) -> int:
+    """Tell what every mode, and a switch, would take on each device, and the largest context that fits."""
+    with Screen(as_json=as_json, verbose=verbose) as screen:
+        try:
+            facts = read_facts(model)
+            asked = _gather(facts, placement, prompt_mode, free or {}, chunk, Reserver(model, library, os.environ, rpc))
+        except BadModelFile as error:
+            return screen.fail(type(error).__name__, str(error), ExitCode.FAILED)
+        except LibraryMissing as error:
+            return screen.fail(error.kind, str(error), ExitCode.FAILED)
+    answers = [_answer(asked, mode) for mode in _modes(asked)]
+    found = answer_chunk(asked.known, asked.prompt, _MAX_CHUNK) if chunk == 0 else None
+    if found is not None and not found.refused:
+        asked = dataclasses.replace(asked, prompt=_with_chunk(asked.prompt, found.n_ubatch))
+    switch = _switch(asked, answers)
+    code = _code(asked, answers, switch if prompt_mode is not None else None, found)
+    everything: list[ModeAnswer | SwitchAnswer] = [*answers, *([switch] if switch is not None else [])]
+    if plot is not None:
+        try:
+            _draw(plot, picture(f"{facts.name} -c {answers[0].plan.n_ctx}", everything, asked.known.machine))
+        except OSError as error:
+            message = f"the picture cannot be written to {plot}: {error.strerror or error}; name another file"
+            return Screen(as_json=as_json).fail(type(error).__name__, message, ExitCode.FAILED)
+    if as_json:
+        print_json(_body(asked, answers, switch, found, code))
+    else:
+        show(Console(file=sys.stdout, highlight=False, soft_wrap=True), everything, asked.known.machine, found)
+    return code
+
+
+def _draw(path: Path, data: bytes) -> None:
+    """Put a file in its place, whole or not at all."""
+    with replacing(path, len(data)) as temporary:
+        temporary.write_bytes(data)
+
+
+def _gather(
+    facts: ModelFacts,
+    placement: Placement,
+    prompt_mode: SplitMode | None,
+    free: Mapping[str, int],
+    chunk: int | None,
+    reserver: Reserver,
+) -> _Asked:
+    """Ask the library for its devices and, mode by mode, for what it would take."""
+    told = reserver(placement).library
+    machine = _machine(told["devices"], free, placement)
+    prompt = dataclasses.replace(placement, mode=prompt_mode or placement.mode)
+    if prompt_mode is not None and prompt_mode is not placement.mode:
+        prompt = dataclasses.replace(prompt, tensor_split=None)
+    if chunk:
+        prompt = _with_chunk(prompt, chunk)
+    real = {device["name"] for device in told["devices"]}
+    reservations: dict[SplitMode, Sequence[Reservation]] = {}
+    unsaid: dict[SplitMode, str] = {}
+    batches = [prompt.n_ubatch, *((1024, 2048, _MAX_CHUNK) if chunk == 0 else ())]
+    build = BuildFacts(told["version"], max_devices=told["max_devices"])
+    for mode in dict.fromkeys((*_MODES, placement.mode, prompt.mode)):
+        target = _in_mode(placement, mode)
+        if not set(target.devices) <= real:
+            unsaid[mode] = f"{', '.join(sorted(set(target.devices) - real))} is not here to be asked"
+            continue
+        if rules.refused(_findings(target, facts, build, machine)):
+            unsaid[mode] = "the mode is refused"
+            continue
+        answer = reserver(target, sizes_to_ask(target, facts, batches))
+        reservations[mode] = answer.reservations
+        unsaid[mode] = answer.why
+    known = Known(facts, machine, reservations)
+    return _Asked(placement, prompt, known, build.version, build.max_devices, unsaid)
+
+
+def _machine(
+    told: Sequence[Mapping[str, Any]], free: Mapping[str, int], placement: Placement
+) -> tuple[DeviceFacts, ...]:
+    """Put the devices together: those that are there, and those that are only named."""
+    found = [
+        DeviceFacts(
+            name=one["name"],
+            kind=one["kind"],
+            free=free.get(one["name"], one["memory_free"]),
+            total=one["memory_total"],
+            address=one["description"] if one["name"].startswith("RPC") else "",
+        )
+        for one in told
+    ]
+    names = {device.name for device in found}
+    found += [DeviceFacts(name, "gpu", free[name]) for name in free if name not in names and name != "host"]
+    found += [DeviceFacts(name) for name in dict.fromkeys(placement.devices) if name not in names and name not in free]
+    available = free.get("host", psutil.virtual_memory().available)
+    if "host" not in free and "CPU" in free:
+        available = free["CPU"]
+    return (*found, DeviceFacts("host", "cpu", available))
+
+
+def _in_mode(placement: Placement, mode: SplitMode) -> Placement:
+    """Give the placement another mode; a split belongs to its mode."""
+    split = placement.tensor_split if mode is placement.mode else None
+    return dataclasses.replace(placement, mode=mode, tensor_split=split)
+
+
+def _with_chunk(placement: Placement, tokens: int) -> Placement:
+    """Give a placement another micro-batch, and a batch that holds it."""
+    return dataclasses.replace(placement, n_ubatch=tokens, n_batch=max(placement.n_batch, tokens))
+
+
+def _findings(
+    target: Placement, facts: ModelFacts, build: BuildFacts, machine: Sequence[DeviceFacts]
+) -> tuple[Finding, ...]:
+    """Ask the rules."""
+    host = HostFacts({device.name: device.kind for device in machine if device.name != "host"})
+    return rules.check(None, target, facts, build, host, SessionFacts(tokens={}))
+
+
+def _modes(asked: _Asked) -> tuple[SplitMode, ...]:
+    """Tell which modes are answered for."""
+    return tuple(dict.fromkeys((*_MODES, asked.generate.mode, asked.prompt.mode)))
+
+
+def _answer(asked: _Asked, mode: SplitMode) -> ModeAnswer:
+    """Answer for a mode, the rules included."""
+    target = _in_mode(asked.generate, mode)
+    build = BuildFacts(asked.version, max_devices=asked.max_devices)
+    findings = _findings(target, asked.known.facts, build, asked.known.machine)
+    warnings = tuple(finding.reason for finding in findings if not finding.blocking)
+    return dataclasses.replace(
+        answer_mode(asked.known, target),
+        refused=rules.refused(findings),
+        warnings=warnings,
+        unsaid=asked.unsaid.get(mode, ""),
+    )
+
+
+def _switch(asked: _Asked, answers: Sequence[ModeAnswer]) -> SwitchAnswer | None:
+    """Answer for the switch: the one that is asked, else from layer to tensor mode where both are allowed."""
+    before, after = asked.prompt, asked.generate
+    if before.mode is after.mode:
+        allowed = {answer.plan.placement.mode for answer in answers if not answer.refused}
+        if not {SplitMode.LAYER, SplitMode.TENSOR} <= allowed:
+            return None
+        before = _in_mode(before, SplitMode.LAYER)
+        after = _in_mode(after, SplitMode.TENSOR)
+    return answer_switch(asked.known, before, after)
+
+
+def _code(asked: _Asked, answers: Sequence[ModeAnswer], switch: SwitchAnswer | None, chunk: Chunk | None) -> ExitCode:
+    """Say whether what was asked can be."""
+    wanted = {asked.generate.mode, asked.prompt.mode}
+    bad = any(answer.refused or not answer.fits for answer in answers if answer.plan.placement.mode in wanted)
+    bad = bad or (switch is not None and not switch.fits) or (chunk is not None and chunk.refused)
+    return ExitCode.REFUSED if bad else ExitCode.DONE
+
+
+def _body(
+    asked: _Asked, answers: Sequence[ModeAnswer], switch: SwitchAnswer | None, chunk: Chunk | None, code: ExitCode
+) -> dict[str, Any]:
+    """Make the object that `--json` prints; sizes in bytes."""
+    body: dict[str, Any] = {
+        "model": str(asked.known.facts.path),
+        "architecture": asked.known.facts.architecture,
+        "build": asked.version,
+        "mode": asked.generate.mode.value,
+        "prompt_mode": asked.prompt.mode.value,
+        "machine": [dataclasses.asdict(device) for device in asked.known.machine],
+        "modes": {answer.plan.placement.mode.value: mode_json(answer) for answer in answers},
+        "switch": switch_json(switch) if switch is not None else None,
+        "ubatch": None,
+        "exit_code": int(code),
+    }
+    if chunk is not None:
+        body["ubatch"] = {
+            "n_ubatch": chunk.n_ubatch,
+            "least": MIN_CHUNK,
+            "refused": chunk.refused,
+            "limited_by": need_json(chunk.limited_by) if chunk.limited_by else None,
+            "text": chunk_text(chunk),
+        }
+    return body
