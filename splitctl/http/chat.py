@@ -93,12 +93,18 @@ class Chat:
         try:
             if not asked.is_stream:
                 return await self._whole(request, stream, form)
-            first = await _unless_gone(request, _first_of(stream))
+            first = await _unless_gone(request, _first_of(stream, self._room()))
         except BaseException:
             stream.cancel()
             raise
         chunks = self._chunks(stream, form, first, with_usage=asked.with_usage)
         return EventStream(chunks, on_gone=stream.cancel, write_s=self._intake.limits.write_s)
+
+    def _room(self) -> int:
+        """Most tokens that a sequence can hold."""
+        placement = self._host.status().get("placement") or {}
+        n_ctx, n_seq_max = int(placement.get("n_ctx") or 0), int(placement.get("n_seq_max") or 1)
+        return n_ctx if placement.get("kv_unified") else n_ctx // n_seq_max
 
     async def _whole(self, request: Request, stream: Stream, form: Form) -> Response:
         """Wait for the whole answer."""
@@ -145,12 +151,13 @@ def _ending(form: Form, done: Done, *, with_usage: bool) -> list[bytes]:
     return [answers.data(form.last(done)), *counts, answers.DONE]
 
 
-async def _first_of(stream: Stream) -> Any:
-    """Wait for the first event that says whether anything will come; an error before it is a status."""
+async def _first_of(stream: Stream, room: int) -> Any:
+    """Wait for the first event that says that something will come; an error before it is a status."""
     async for event in stream:
         if isinstance(event, Done):
             _refuse_failed(event)
-        if isinstance(event, Begun | Delta | Done):
+        # A prompt that cannot fit is begun all the same, and ends before its first token.
+        if isinstance(event, Delta | Done) or (isinstance(event, Begun) and event.n_prompt < room):
             return event
     raise ApiError(503, "the session was closed", code="closed")
 
@@ -185,6 +192,9 @@ async def _unless_gone(request: Request, work: Any) -> Any:
 
 def _refuse_failed(done: Done) -> None:
     """Raise what an answer that did not come is worth."""
+    if done.why is Why.CONTEXT and not done.n_predicted:
+        message = done.message or f"the prompt of {done.n_prompt} tokens does not fit the context"
+        raise ApiError(400, message, code="context_length_exceeded")
     if answers.finish_reason(done.why) is None:
         raise _failed(done)
 
