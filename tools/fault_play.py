@@ -1,0 +1,374 @@
+"""Plays one cell of the table of faults: a hosted session that generates, a switch, the fault; and what came of it.
+
+What must hold in each: the session serves in the end in a placement that the outcome names (or is parked and brought
+back), every stream is complete with no token lost or doubled, the sequences hold what those of a session hold that was
+never disturbed, the outcome says where and why it failed, and no process of it is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from fault_cells import LETHAL, Cell, End
+
+import statecodec
+from splitctl import carry as carries
+from splitctl.cli.state_diff import compare
+from splitctl.host.requests import GenerateRequest
+from splitctl.host.streams import Begun, Delta, Done, Why
+from splitctl.host.supervisor import HostConfig, Supervisor
+from splitctl.placement import FlashAttn, Placement, SplitMode
+from splitctl.sequence import SamplerSpec
+from tests.stublib import FaultFile
+
+#: A switch is ordered when every stream has so many tokens.
+N_BEFORE = 4
+#: Nothing in a cell takes as long; a hang of ours is a failure too [seconds].
+GUARD_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What cells are played on.
+
+    Args:
+        library: the libllama.
+        model: the GGUF.
+        devices: two.
+        prompts: one for each stream, as tokens.
+        n_predict: tokens that each stream is to draw.
+        n_ctx: size of the context [tokens].
+        folder: for verdicts, faults and carries of all cells.
+        deadline_s: longest silence of a worker that has work [seconds].
+        env: added to the workers' environment.
+        is_exact: tokens and bytes are the same however they were computed, as the stub's are.
+    """
+
+    library: Path
+    model: Path
+    devices: tuple[str, str]
+    prompts: tuple[tuple[int, ...], ...]
+    n_predict: int
+    n_ctx: int
+    folder: Path
+    deadline_s: float
+    env: Mapping[str, str] = field(default_factory=dict)
+    is_exact: bool = True
+
+    def config(self, mode: str, n_streams: int, folder: Path) -> HostConfig:
+        """Say how a session is to be hosted."""
+        placement = Placement(
+            mode=SplitMode(mode),
+            devices=self.devices,
+            n_ctx=self.n_ctx,
+            n_batch=32,
+            n_ubatch=32,
+            n_seq_max=n_streams,
+            kv_unified=n_streams > 1,
+            flash_attn=FlashAttn.ON,
+            n_threads=1,
+            n_threads_batch=1,
+        )
+        return HostConfig(
+            model=self.model,
+            library=self.library,
+            placement=placement,
+            name="faults",
+            deadline_s=self.deadline_s,
+            state_folder=folder / "sessions",
+        )
+
+    def environment(self, armed: FaultFile, folder: Path) -> dict[str, str]:
+        """Give the environment of a session's workers; they share what tries in children found."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("LLAMA_", "STUB_"))}
+        places = {"XDG_CACHE_HOME": str(self.folder / "cache"), "XDG_STATE_HOME": str(folder / "state")}
+        return kept | {"GGML_NO_BACKTRACE": "1"} | dict(self.env) | places | armed.env
+
+
+def sampler(stream: int, *, is_greedy: bool) -> SamplerSpec:
+    """Give each stream a sampler of its own.
+
+    A client that asks again after a parking begins a new sampler: only a greedy one without a window goes on as before.
+    """
+    if is_greedy:
+        return SamplerSpec(temp=0.0)
+    return SamplerSpec(temp=0.9, top_k=20, repeat_penalty=1.3, repeat_last_n=8, seed=100 + stream)
+
+
+@dataclass(slots=True)
+class Text:
+    """What a client got of one stream.
+
+    Args:
+        tokens: in the order in which they came.
+        faults: what was wrong with the stream itself.
+        done: its last event.
+        has_some: set once the stream has `N_BEFORE` tokens, or has ended.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    done: Done | None = None
+    has_some: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What a session that was never disturbed comes to.
+
+    Args:
+        tokens: of each stream.
+        carry: the session at its end.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    carry: Path
+
+
+@dataclass(slots=True)
+class Played:
+    """What a cell came to.
+
+    Args:
+        faults: what did not hold; empty: it passed.
+        texts: prompt and answer of each stream, and the length of the prompt.
+        recomputed: tokens were read again on the way.
+        said: the last lines that the host said.
+    """
+
+    faults: list[str] = field(default_factory=list)
+    texts: list[tuple[list[int], int]] = field(default_factory=list)
+    recomputed: bool = False
+    said: list[str] = field(default_factory=list)
+
+    def need(self, holds: object, what: str) -> None:
+        """Note what does not hold."""
+        if not holds:
+            self.faults.append(what)
+
+
+class Play:
+    """One hosted session, and clients that read its streams."""
+
+    def __init__(self, ground: Ground, mode: str, n_streams: int, *, is_greedy: bool) -> None:
+        self.ground = ground
+        self.n_streams = n_streams
+        self.is_greedy = is_greedy
+        self.folder = Path(tempfile.mkdtemp(dir=ground.folder))
+        self.armed = FaultFile(self.folder / "faults")
+        self.said: list[str] = []
+        self.texts: list[Text] = []
+        self.pids: set[int] = set()
+        self.supervisor = Supervisor(
+            ground.config(mode, n_streams, self.folder),
+            env=ground.environment(self.armed, self.folder),
+            tell=self.said.append,
+        )
+
+    def status(self) -> dict[str, Any]:
+        """Look at the session; what workers it has is remembered."""
+        status = self.supervisor.status()
+        if status["worker_pid"]:
+            self.pids.add(status["worker_pid"])
+        return status
+
+    async def read(self, stream: int, tokens: Sequence[int], n_predict: int, text: Text, begun: asyncio.Event) -> None:
+        """Be the client of one stream."""
+        request = GenerateRequest(
+            tokens=tuple(tokens), n_predict=n_predict, sampler=sampler(stream, is_greedy=self.is_greedy)
+        )
+        first = len(text.tokens)
+        try:
+            async for event in await self.supervisor.generate(request):
+                match event:
+                    case Begun():
+                        begun.set()
+                    case Delta(token=int(token)):
+                        if event.index != len(text.tokens) - first:
+                            text.faults.append(f"token {event.index} came as number {len(text.tokens) - first}")
+                        text.tokens.append(token)
+                        if len(text.tokens) >= N_BEFORE:
+                            text.has_some.set()
+                    case Done():
+                        text.done = event
+        finally:
+            begun.set()
+            text.has_some.set()
+
+    async def start(self) -> list[asyncio.Task[None]]:
+        """Start every stream, one after the other, so that each has the sequence of its number."""
+        readers = []
+        for stream in range(self.n_streams):
+            text, begun = Text(), asyncio.Event()
+            self.texts.append(text)
+            prompt = self.ground.prompts[stream]
+            readers.append(asyncio.create_task(self.read(stream, prompt, self.ground.n_predict, text, begun)))
+            await begun.wait()
+        return readers
+
+    async def finish(self) -> list[asyncio.Task[None]]:
+        """Ask again for what is left of every stream, as a client does after its session was brought back."""
+        readers = []
+        for stream, text in enumerate(self.texts):
+            text.done = None
+            tokens = (*self.ground.prompts[stream], *text.tokens)
+            left = self.ground.n_predict - len(text.tokens)
+            if left > 0:
+                readers.append(asyncio.create_task(self.read(stream, tokens, left, text, asyncio.Event())))
+        return readers
+
+    async def save(self) -> Path:
+        """Save the session at its end."""
+        path = self.folder / "end.safetensors"
+        await self.supervisor.save(path)
+        return path
+
+
+async def undisturbed(ground: Ground, n_streams: int, *, is_greedy: bool) -> Reference:
+    """Let a session generate without a fault; after it, try both modes, so that the tries in children are made."""
+    play = Play(ground, "layer", n_streams, is_greedy=is_greedy)
+    await play.supervisor.start()
+    try:
+        await asyncio.gather(*await play.start())
+        wrong = [fault for text in play.texts for fault in text.faults]
+        ends = [text.done.why if text.done else None for text in play.texts]
+        if wrong or ends != [Why.LENGTH] * n_streams:
+            raise RuntimeError(f"a session without a fault goes wrong: {wrong} {ends} {play.said[-3:]}")
+        carry = await play.save()
+        for mode in ("tensor", "layer"):
+            outcome = await play.supervisor.switch({"mode": SplitMode(mode)})
+            if outcome["status"] != "switched":
+                raise RuntimeError(f"a switch without a fault came to {outcome}")
+        return Reference(tuple(tuple(text.tokens) for text in play.texts), carry)
+    finally:
+        await play.supervisor.stop(save=False)
+
+
+async def play_cell(ground: Ground, cell: Cell, wanted: Reference | None) -> Played:
+    """Play a cell.
+
+    Args:
+        ground: where.
+        cell: what; one that makes sense.
+        wanted: what a session comes to that is not disturbed; None: nobody can say exactly.
+
+    Returns:
+        What did not hold.
+    """
+    played = Played()
+    try:
+        async with asyncio.timeout(GUARD_S):
+            await _play(ground, cell, wanted, played)
+    except TimeoutError:
+        played.faults.append(f"no end within {GUARD_S:g} s")
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is this cell's failure and not that of the others
+        played.faults.append(f"{type(error).__name__}: {error}")
+    return played
+
+
+async def _play(ground: Ground, cell: Cell, wanted: Reference | None, played: Played) -> None:
+    play = Play(ground, cell.start, cell.n_streams, is_greedy=cell.end is End.PARKED or wanted is None)
+    await play.supervisor.start()
+    try:
+        play.status()
+        readers = await play.start()
+        await asyncio.gather(*(text.has_some.wait() for text in play.texts))
+        restarts = play.status()["worker_restarts"]
+        play.armed.arm(cell.items)
+        outcome = await play.supervisor.switch({"mode": SplitMode(cell.target)})
+        played.need(
+            not any(reader.done() for reader in readers) or cell.end is End.PARKED, "no stream was left to see it"
+        )
+        await asyncio.gather(*readers)
+        status = play.status()
+        outcome = status["last_switch"] or outcome
+        played.recomputed = bool(status["recomputed"] or outcome["recomputed"])
+        played.need(play.armed.fired(), f"the fault {cell.items} never struck")
+        if cell.kind.is_for_ever:
+            play.armed.clear()
+        if cell.end is End.PARKED:
+            await _bring_back(play, cell, outcome, status, played)
+        else:
+            _check_serving(cell, outcome, status, played)
+            is_lost = cell.kind in LETHAL
+            played.need(
+                (status["worker_restarts"] > restarts) is is_lost, f"{status['worker_restarts']} workers were lost"
+            )
+        _check_texts(ground, play, wanted, played)
+        if wanted is not None:
+            played.faults += different(wanted.carry, await play.save())
+    finally:
+        await play.supervisor.stop(save=False)
+        played.said = play.said[-6:]
+    played.need(not [pid for pid in play.pids if psutil.pid_exists(pid)], "a worker outlived its session")
+
+
+def _check_serving(cell: Cell, outcome: Mapping[str, Any], status: Mapping[str, Any], played: Played) -> None:
+    played.need(status["state"] == "serving", f"it is {status['state']} and not serving")
+    played.need(outcome["status"] == "fell_back", f"the outcome is {outcome['status']}")
+    places = (outcome["requested"], outcome["effective"], status["effective"])
+    played.need(places == (cell.target, cell.start, cell.start), f"requested, effective and serving are {places}")
+    played.need(outcome["stage"] == cell.stage, f"the outcome names the stage {outcome['stage']}")
+    missing = [words for words in cell.words if words not in outcome["reason"]]
+    played.need(not missing and outcome["reason"], f"the reason lacks {missing}: {outcome['reason']!r}")
+    is_recomputed = cell.end is End.RECOMPUTED
+    played.need(played.recomputed is is_recomputed, f"recomputed is {played.recomputed}: {outcome['reason']!r}")
+
+
+async def _bring_back(
+    play: Play, cell: Cell, outcome: Mapping[str, Any], status: Mapping[str, Any], played: Played
+) -> None:
+    """Check a parking, restore from its file, and let every client ask for the rest."""
+    played.need(status["state"] == "parked", f"it is {status['state']} and not parked")
+    parked_at = str(status["parked_at"])
+    played.need(_is_file(parked_at), f"nothing is parked at {parked_at}")
+    if cell.stage != "trial":
+        played.need(outcome["status"] == "parked", f"the outcome is {outcome['status']}")
+    for text in play.texts:
+        told = text.done.message if text.done else "nothing"
+        played.need(text.done and text.done.why is Why.ERROR and parked_at in told, f"a stream ended with {text.done}")
+    await play.supervisor.restore(Path(parked_at))
+    await asyncio.gather(*await play.finish())
+    played.need(play.status()["state"] == "serving", "it does not serve after the restore")
+
+
+def _is_file(path: str) -> bool:
+    return Path(path).is_file()
+
+
+def _check_texts(ground: Ground, play: Play, wanted: Reference | None, played: Played) -> None:
+    for stream, text in enumerate(play.texts):
+        played.faults += [f"stream {stream}: {fault}" for fault in text.faults]
+        played.need(text.done and text.done.why is Why.LENGTH, f"stream {stream} ended with {text.done}")
+        prompt = ground.prompts[stream]
+        played.texts.append(([*prompt, *text.tokens], len(prompt)))
+        if wanted is None:
+            played.need(len(text.tokens) == ground.n_predict, f"stream {stream} has {len(text.tokens)} tokens")
+        elif tuple(text.tokens) != wanted.tokens[stream]:
+            pairs = zip(text.tokens, wanted.tokens[stream], strict=False)
+            at = next((index for index, (one, other) in enumerate(pairs) if one != other), "its end")
+            played.faults.append(f"stream {stream}: {len(text.tokens)} tokens, others than wanted from {at} on")
+
+
+def different(wanted: Path, found: Path) -> list[str]:
+    """Say what two saved sessions hold differently: tokens, what is decoded of them, cells and their rows."""
+    one, two = carries.read(wanted).carry, carries.read(found).carry
+    told = []
+    held = [{each.seq_id: (each.n_past, each.tokens.tolist()) for each in carry.sequences} for carry in (one, two)]
+    if held[0] != held[1]:
+        lengths = [{seq_id: (n_past, len(tokens)) for seq_id, (n_past, tokens) in each.items()} for each in held]
+        told.append(f"sequences (n_past, tokens) are {lengths[1]}, wanted {lengths[0]}, or of other tokens")
+    result = compare(statecodec.parse(one.state), statecodec.parse(two.state))
+    if not result.is_same(0.0):
+        told.append(f"the state differs: {result.differences[:3]} nmse {result.nmse}")
+    return told
+
+
+__all__ = ["GUARD_S", "Ground", "Play", "Played", "Reference", "different", "play_cell", "sampler", "undisturbed"]

@@ -1,0 +1,241 @@
+#!/usr/bin/env python3
+"""Put a hosted session through every fault: each stage of a switch x each way to fail, both ways, one and four streams.
+
+    tools/faults.py [--json] [--real] [--few] [-k TEXT] [--kind KIND] [--streams N] [--jobs 2] [--lib PATH]
+
+Without more it plays the whole table on the stub library of the tests, which aborts, hangs and damages bytes on
+request (it needs a C compiler). `--real` plays the part that needs no stub, killed and stopped workers, on a real
+build and a real model.
+
+cells           cells that were played
+passed, failed  how many of them went well, and not; `failures` has the reasons
+not_applicable  cells that make no sense, by reason: no library call is made there, nothing comes back, and the like
+
+Exit code 0: nothing failed and something passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import greedy_gaps  # noqa: E402
+import platformdirs  # noqa: E402
+import psutil  # noqa: E402
+from fault_cells import N_STREAMS, Cell, End, Kind, cells, few_cells, few_real_cells, real_cells  # noqa: E402
+from fault_play import Ground, Played, Reference, play_cell, undisturbed  # noqa: E402
+
+from llama_native import NativeError, discover  # noqa: E402
+from tests.stublib import COMPILER, build, write_model  # noqa: E402
+
+#: A worker that is asked to do something and says nothing for so long counts as hung [seconds].
+STUB_DEADLINE_S = 3.0
+REAL_DEADLINE_S = 6.0
+#: Microseconds that a decode of the stub takes, so that streams last longer than a switch waits for its turn.
+_PACE_US = 4000
+
+_STUB_PROMPTS = ("the quick brown fox", "jumps", "over the lazy dog again and again", "x")
+_REAL_PROMPTS = ("Once upon a time there was a little girl", "The capital of France is", "In 1969 men", "Water boils")
+_BOS = 256
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the cells came to.
+
+    Args:
+        passed: how many went well.
+        failures: what did not hold, by cell.
+        not_applicable: cells that make no sense, by reason.
+    """
+
+    passed: int = 0
+    failures: dict[str, list[str]] = field(default_factory=dict)
+    not_applicable: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, cell: Cell, played: Played) -> None:
+        """Count a cell that was played."""
+        if played.faults:
+            self.failures[cell.name] = [*played.faults, *(f"the host said: {line}" for line in played.said)]
+        else:
+            self.passed += 1
+
+
+def stub_ground(folder: Path) -> Ground:
+    """Give the ground of the stub library."""
+    prompts = tuple((_BOS, *text.encode()) for text in _STUB_PROMPTS)
+    model = write_model(folder / "tiny.gguf")
+    env = {"STUB_FAULTS": f"pace:decode={_PACE_US}"}
+    return Ground(build(), model, ("STUB0", "STUB1"), prompts, 100, 1024, folder, STUB_DEADLINE_S, env)
+
+
+def real_ground(folder: Path, library: Path, model: Path) -> Ground:
+    """Give the ground of a real library."""
+    prompts = tuple(tuple(tokens) for tokens in greedy_gaps.tokenize(library, model, _REAL_PROMPTS))
+    return Ground(library, model, ("CPU", "CPU"), prompts, 60, 1024, folder, REAL_DEADLINE_S, is_exact=False)
+
+
+async def play_all(ground: Ground, table: Sequence[Cell], *, jobs: int, quiet: bool) -> Tally:
+    """Play cells.
+
+    Args:
+        ground: where.
+        table: cells; those that make no sense are counted by their reason.
+        jobs: cells at the same time.
+        quiet: say nothing but failures.
+
+    Returns:
+        The tally.
+    """
+    tally = Tally()
+    wanted: dict[tuple[int, bool], Reference] = {}
+    played = [cell for cell in table if not cell.why_not]
+    for cell in table:
+        if cell.why_not:
+            tally.not_applicable.setdefault(cell.why_not, []).append(cell.name)
+    for n_streams, is_greedy in sorted({(cell.n_streams, cell.end is End.PARKED) for cell in played}):
+        wanted[n_streams, is_greedy] = await undisturbed(ground, n_streams, is_greedy=is_greedy)
+    turn = asyncio.Semaphore(jobs)
+    n_done = 0
+
+    async def one(cell: Cell) -> None:
+        nonlocal n_done
+        async with turn:
+            seen = await play_cell(
+                ground, cell, wanted[cell.n_streams, cell.end is End.PARKED] if ground.is_exact else None
+            )
+        if not ground.is_exact and not seen.faults:
+            seen.faults += await asyncio.to_thread(wrong_texts, ground, seen)
+        tally.add(cell, seen)
+        n_done += 1
+        for fault in tally.failures.get(cell.name, ()):
+            print(f"FAILED {cell.name}: {fault}", file=sys.stderr)
+        if not quiet and not seen.faults:
+            print(f"[{n_done}/{len(played)}] {cell.name}", file=sys.stderr)
+
+    await asyncio.gather(*(one(cell) for cell in played))
+    return tally
+
+
+def wrong_texts(ground: Ground, played: Played) -> list[str]:
+    """Hold the texts of a real model to a fresh context: floats depend on who is in a batch, tokens hardly."""
+    gaps = greedy_gaps.measure(ground.library, ground.model, played.texts)
+    return [
+        f"stream {index}: token {gap.at} is {gap.worst:.2f} below the likeliest (a lost token makes {gap.control:.1f})"
+        for index, gap in enumerate(gaps)
+        if not gap.is_right
+    ]
+
+
+def n_open() -> int:
+    """Count the descriptors of this process."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def leftovers(n_fds: int) -> list[str]:
+    """Say what is left of all the sessions in this process."""
+    children = psutil.Process().children(recursive=True)
+    told = [f"process {child.pid} is left: {child.name()}" for child in children]
+    now = n_open()
+    return told + ([f"{now} descriptors are open, {n_fds} were before"] if now > n_fds else [])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program.
+
+    Args:
+        arguments: words of the command line; None: the process's own.
+
+    Returns:
+        Exit code: 0 when nothing failed and something passed, 1 otherwise, 2 for usage.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--real", action="store_true", help="killed and stopped workers of a real library")
+    parser.add_argument(
+        "-k", dest="text", action="append", default=[], help="cells whose name has this text; all of them"
+    )
+    parser.add_argument("--kind", action="append", choices=[kind.value for kind in Kind], help="only this way to fail")
+    parser.add_argument("--streams", type=int, choices=N_STREAMS, help="only with so many streams")
+    parser.add_argument("--few", action="store_true", help="a short table, in which every stage and every kind comes")
+    parser.add_argument("--jobs", type=int, default=2, help="cells at the same time (default: 2)")
+    parser.add_argument("--lib", type=Path, help="the libllama of --real (default: the first usable one)")
+    parser.add_argument("--model", type=Path, help="the GGUF of --real (default: SmolLM2 in the user's cache)")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+    options = parser.parse_args(arguments)
+    if options.few:
+        table = few_real_cells() if options.real else few_cells()
+    else:
+        table = list(real_cells()) if options.real else cells()
+    table = [cell for cell in table if all(text in cell.name for text in options.text)]
+    if options.kind:
+        table = [cell for cell in table if cell.kind.value in options.kind]
+    if options.streams:
+        table = [cell for cell in table if cell.n_streams == options.streams]
+    if not table:
+        parser.error("no cell has such a name; names are STAGE:KIND:START>TARGET:STREAMS")
+    if COMPILER is None and not options.real:
+        print("the stub library needs a C compiler on PATH as cc", file=sys.stderr)
+        return 1
+    started = time.monotonic()
+    n_fds = n_open()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            ground = _real(Path(folder), options) if options.real else stub_ground(Path(folder))
+        except NativeError as error:
+            print(error, file=sys.stderr)
+            return 1
+        tally = asyncio.run(play_all(ground, table, jobs=options.jobs, quiet=options.quiet))
+    left = leftovers(n_fds)
+    result: dict[str, Any] = {
+        "library": str(ground.library),
+        "cells": tally.passed + len(tally.failures),
+        "passed": tally.passed,
+        "failed": len(tally.failures) + len(left),
+        "failures": tally.failures,
+        "left_over": left,
+        "not_applicable": tally.not_applicable,
+        "n_not_applicable": sum(map(len, tally.not_applicable.values())),
+        "by_end": dict(collections.Counter(cell.end.value for cell in table if not cell.why_not)),
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    if options.json:
+        print(json.dumps(result))
+    else:
+        print_table(result)
+    return 0 if tally.passed and not result["failed"] else 1
+
+
+def _real(folder: Path, options: argparse.Namespace) -> Ground:
+    library = options.lib or next(one.path for one in discover.candidates(os.environ) if one.usable)
+    model = options.model or platformdirs.user_cache_path("splitctl") / "models" / "smollm2.gguf"
+    return real_ground(folder, library, model)
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """Print the result for people."""
+    print(f"{result['cells']} cells in {result['seconds']} s: passed {result['passed']}, failed {result['failed']}")
+    for name, faults in result["failures"].items():
+        print(f"  FAILED {name}: {'; '.join(faults)}")
+    for why in result["left_over"]:
+        print(f"  LEFT OVER {why}")
+    print(f"{result['n_not_applicable']} cells make no sense:")
+    for why, names in result["not_applicable"].items():
+        print(f"  {why}: {len(names)}, as {names[0]}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
