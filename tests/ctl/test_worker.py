@@ -32,6 +32,7 @@ from splitctl.host import (
     Request,
     Result,
     RunRequest,
+    VerifyRequest,
     Worker,
 )
 from splitctl.host.protocol import decode_event, decode_request, encode_event, encode_request
@@ -50,6 +51,7 @@ _REQUESTS: list[Request] = [
     DevicesRequest(None),
     DoctorRequest(Path("/a b/lib.so")),
     ProbeRequest(Path("m.gguf"), None, _PLACEMENT),
+    VerifyRequest(Path("m.gguf"), None, _PLACEMENT, (), "text\n", 8, 2, Path("/r"), None, Path("/k")),
     HostRequest(Path("m.gguf"), None, ("host:1",), (5, 6)),
     RunRequest(
         model=Path("m.gguf"),
