@@ -6,6 +6,7 @@ import os
 import re
 import stat
 from array import array
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import time_ns
@@ -71,8 +72,12 @@ class Storage:
             CarryNotWritten: what was at the path before is still there.
         """
         target = Path(path)
-        carries.write(target, carries.seal(self.carry(effects.transfer.snapshot())))
-        return target.stat().st_size
+        sealed = effects.transfer.snapshot()
+        carries.write(target, carries.seal(self.carry(sealed)))
+        n_bytes = target.stat().st_size
+        with suppress(OSError):  # the file is written; that it could not be kept in an arena too is no failure of it
+            effects.transfer.tell(sealed)
+        return n_bytes
 
     def park(self, sealed: Sealed | None) -> Path:
         """Write what is left (without a state: the tokens) to the user's state folder; returns the file.

@@ -6,13 +6,14 @@ until it is told to close. `batching` carries the streams, `hosted` is the sessi
 
 from __future__ import annotations
 
+import dataclasses
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager, suppress
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
-from llama_native import Library, NativeError
+from llama_native import Library
 from splitctl.arena import Arena
 from splitctl.errors import Busy, ConfigInvalid, Parked, SplitctlError
 from splitctl.facts import read_facts
@@ -117,7 +118,13 @@ def _opened(
     """Open the session and bring its sequences back."""
     facts = read_facts(request.model)
     refuse_what_generates_nothing(facts)
-    prober = prober_of(library, env, request.rpc, gate.is_set)
+
+    def is_cancelled() -> bool:
+        # Asked all through a try in a child, which has a deadline of its own: work goes on.
+        tell.tick()
+        return gate.is_set()
+
+    prober = prober_of(library, env, request.rpc, is_cancelled)
     if request.rpc:
         # An RPC server serves one client at a time: once our model lies on it, the try in a child gets no answer.
         tell.emit(Progress("trying", None, "tensor mode on the RPC servers, in a child process"))
@@ -158,7 +165,7 @@ def _bring_back(session: HostedSession, order: Open, share: _Share) -> str:
         try:
             session.take_over(order.seal)
             why = "they came after the sealed carry"
-        except (SplitctlError, NativeError) as error:
+        except SplitctlError as error:
             why = f"the sealed carry could not be used ({error})"
     n_read = session.adopt(order.books, lambda done, n: share("reading again", done / n))
     with suppress(OSError):  # where memory is short, the switch that needs it says so
@@ -190,7 +197,8 @@ class _Server:
         self._tell = tell
         self._gate = gate
         self._batcher = Batcher(session, tell)
-        self._on_trial = False
+        self._on_trial: SwitchOutcome | None = None
+        self._last_told: SwitchOutcome | None = None
 
     def run(self, inbox: Inbox) -> Event:
         """Carry out orders and carry on streams; returns the last event."""
@@ -267,7 +275,11 @@ class _Server:
                 timeout_s=None,
                 progress=lambda stage, done: share(stage.value, done),
             )
-        self._on_trial = self._session.stage is Stage.TRIAL
+        if self._session.stage is not Stage.TRIAL:
+            self._on_trial = None
+        elif outcome.status is SwitchStatus.SWITCHED:
+            self._on_trial = outcome
+        self._last_told = self._session.last_switch
         return orders.Switched(order.order, self._told(outcome))
 
     def _check(self, order: orders.Check) -> Report:
@@ -294,10 +306,16 @@ class _Server:
 
     def _tell_trial(self) -> None:
         """Tell how the trial of a switch went, once."""
-        outcome = self._session.last_switch
-        if self._on_trial and self._session.stage is not Stage.TRIAL and outcome is not None:
-            self._on_trial = False
-            self._tell(orders.Trial(self._told(outcome)))
+        if self._on_trial is None or self._session.stage is Stage.TRIAL:
+            return
+        outcome, last = self._on_trial, self._session.last_switch
+        if last is not None and last.status is not SwitchStatus.SWITCHED and last is not self._last_told:
+            outcome = last
+        else:
+            # The last switch may be another one by now, which was refused while this one was on trial.
+            outcome = dataclasses.replace(outcome, confirmed=True)
+        self._on_trial = None
+        self._tell(orders.Trial(self._told(outcome)))
 
     def _told(self, outcome: SwitchOutcome) -> dict[str, Any]:
         """Write an outcome as the contract has it; of a parked session with its place."""

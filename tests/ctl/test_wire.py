@@ -26,7 +26,7 @@ ORDERS = (
     orders.Open(PLACEMENT),
     orders.Tokenize(1, text="a\nb"),
     orders.Tokenize(1, messages=({"role": "user", "content": "é"},)),
-    orders.Start(3, 0, tuple(range(1000)), SamplerSpec(), 5, n_draws=2, is_pending=True),
+    orders.Start(3, 0, tuple(range(1000)), SamplerSpec(), 5, n_draws=2, is_pending=True, n_delivered=3),
     orders.Halt(3),
     orders.Switch(4, PLACEMENT, "off", convert=False, force=True),
     orders.Check(5, PLACEMENT),
