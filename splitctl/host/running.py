@@ -7,18 +7,15 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import perf_counter
 from typing import Any
-
-import platformdirs
 
 from llama_native import Library, NativeError
 from splitctl import chat
 from splitctl.errors import Cancelled, ConfigInvalid, ContextFull, Parked, SplitctlError
 from splitctl.facts import ModelFacts, read_facts
 from splitctl.host.faults import failure_of
-from splitctl.host.probes import Prober
+from splitctl.host.probes import Prober, verdicts_file
 from splitctl.host.prompts import chat_tokens, text_tokens
 from splitctl.host.protocol import Event, Failure, Partial, Piece, Progress, Result, RunRequest
 from splitctl.host.stop_texts import StopTexts
@@ -33,9 +30,6 @@ from splitctl.switching.checking import TRIED
 from splitctl.switching.machine import Stage
 
 Emit = Callable[[Event], None]
-
-#: The file of verdicts, in the user's cache folder.
-VERDICTS_FILE = "probes.json"
 
 _PROGRESS_STEP = 0.01
 
@@ -193,7 +187,7 @@ def prober_of(
     return Prober(
         library=library.path,
         env=env,
-        cache=VerdictCache(Path(platformdirs.user_cache_dir("splitctl")) / VERDICTS_FILE),
+        cache=VerdictCache(verdicts_file()),
         device_names=tuple(device.name for device in library.devices(memory=False)),
         rpc=rpc,
         is_cancelled=is_cancelled,

@@ -125,7 +125,8 @@ class Tally:
         self.n_rows += 1
         if int(mine.argmax()) == int(theirs.argmax()):
             self.n_same_top += 1
-        elif is_tie(mine, theirs):
+        elif error <= NMSE_LIMIT * power and is_tie(mine, theirs):
+            # In a row that is wrong as a whole the noise is no measure of anything.
             self.n_ties += 1
 
     @property

@@ -18,6 +18,7 @@ from typing import IO, Any
 import numpy as np
 
 from llama_native import CallFailed, Context, Library, LoadCancelled, Model, state_get, state_set, state_size
+from splitctl.buffer_lines import BufferLine, buffer_lines
 from splitctl.engine import context_params, model_params, resolve_threads
 from splitctl.last_words import is_shortage, telling_line
 from splitctl.placement import FlashAttn, Placement, SplitMode
@@ -35,8 +36,6 @@ _N_SEVERAL = 5
 _N_SPARE = 16
 
 _FLOAT_BYTES = 4
-_MIB = 1 << 20
-_BUFFER = re.compile(r"(?P<name>\S+)\s+(?P<kind>model|KV|RS|compute|output) buffer size\s*=\s*(?P<mib>[\d.]+) MiB")
 _RETRIED = "retrying without pipeline parallelism"
 _FLASH_OFF = re.compile(r"flash attention\b.*\bset to disabled", re.IGNORECASE)
 _STATUS = re.compile(r"^(VmRSS|VmHWM):\s+(\d+) kB$", re.MULTILINE)
@@ -74,7 +73,7 @@ class _Listener:
     """What the library's log says of the buffers of a model and its first context."""
 
     is_listening: bool = True
-    buffers: list[tuple[str, str, float]] = field(default_factory=list)
+    buffers: list[BufferLine] = field(default_factory=list)
     is_degraded: bool = False
     is_flash_off: bool = False
 
@@ -82,7 +81,7 @@ class _Listener:
         """Take a message."""
         if not self.is_listening:
             return
-        self.buffers += [(found["name"], found["kind"], float(found["mib"]) * _MIB) for found in _BUFFER.finditer(text)]
+        self.buffers += buffer_lines([text])
         self.is_degraded = self.is_degraded or _RETRIED in text
         self.is_flash_off = self.is_flash_off or bool(_FLASH_OFF.search(text))
 
@@ -126,10 +125,8 @@ def measure(
 
     def tell() -> None:
         found["rss_peak_bytes"] = _memory()["VmHWM"]
-        found["buffers"] = [
-            {"name": name, "kind": kind, "bytes": round(n_bytes)} for name, kind, n_bytes in heard.buffers
-        ]
-        found["buffer_bytes"] = round(sum(n_bytes for _, _, n_bytes in heard.buffers))
+        found["buffers"] = [{"name": one.buffer, "kind": one.kind, "bytes": one.n_bytes} for one in heard.buffers]
+        found["buffer_bytes"] = sum(one.n_bytes for one in heard.buffers)
         found["degraded"] = heard.is_degraded
         on_found(found)
 
@@ -366,7 +363,7 @@ def _go_on(context: Context, tokens: list[int], n_past: int) -> Iterator[Logits]
 
 def _effective(placement: Placement, heard: _Listener) -> str:
     """Name the mode that is in effect: a row split without buffers that are split is a layer split."""
-    is_split = any("split" in name.lower() for name, _, _ in heard.buffers)
+    is_split = any("split" in one.buffer.lower() for one in heard.buffers)
     if placement.mode is SplitMode.ROW and not is_split:
         return SplitMode.LAYER.value
     return placement.mode.value
