@@ -55,12 +55,17 @@ def gemma3_270m(cache_dir: Path) -> Path:
 _ledger = SkipLedger((_TESTS / "allowed_skips.txt").read_text(encoding="utf-8").splitlines())
 
 
+_LONGEST = ("test_real_builds", "test_faults_table", "test_real_shortage", "test_cli_sessions", "test_cli_run", "codec/")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the exhaustive tests unless the command line speaks of them (`-m deep`)."""
     if "deep" not in (config.getoption("markexpr") or ""):
         deep = [item for item in items if item.get_closest_marker("deep")]
         config.hook.pytest_deselected(items=deep)
         items[:] = [item for item in items if item not in deep]
+    # Files are given to the cores in this order, and the longest ones must not come last.
+    items.sort(key=lambda item: next((n for n, name in enumerate(_LONGEST) if name in item.nodeid), len(_LONGEST)))
 
 
 def _note(report: pytest.TestReport | pytest.CollectReport) -> None:
