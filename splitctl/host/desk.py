@@ -71,6 +71,10 @@ class Desk:
         """Whether a worker owes an answer."""
         return any(one.is_sent for one in self._waiting.values())
 
+    def is_expecting_one_of(self, *kinds: type) -> bool:
+        """Whether a worker owes an answer to an order of one of these kinds."""
+        return any(one.is_sent and isinstance(one.order, kinds) for one in self._waiting.values())
+
     def number(self) -> int:
         """Give the next number of an order."""
         self._n_given += 1

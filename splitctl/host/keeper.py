@@ -26,15 +26,7 @@ from splitctl.errors import Parked, SplitctlError
 from splitctl.host.books import ReportWrong
 from splitctl.host.config import HostConfig, HostState
 from splitctl.host.desk import Desk
-from splitctl.host.events import (
-    Hub,
-    SessionParked,
-    SessionRecovered,
-    SwitchEnded,
-    SwitchStage,
-    TrialEnded,
-    WorkerGone,
-)
+from splitctl.host.events import Hub, SessionParked, SessionRecovered, SwitchEnded, SwitchStage, TrialEnded, WorkerGone
 from splitctl.host.life import End, Life, Listener
 from splitctl.host.orders import (
     Checked,
@@ -47,6 +39,8 @@ from splitctl.host.orders import (
     Reading,
     Replaced,
     Report,
+    Restore,
+    Save,
     Saved,
     Sealed,
     StageReached,
@@ -64,6 +58,9 @@ from splitctl.host.traffic import Traffic
 from splitctl.placement import Placement
 
 _ARENAS = 2
+
+#: A file is written and read in one piece, without a sign of life: about 2 s a GiB from memory, and disks are slower.
+_FILE_DEADLINES = 10.0
 
 
 class Keeper:
@@ -214,7 +211,8 @@ class Keeper:
         """Let the worker's silence be measured as long as it owes something."""
         if self.life is not None:
             owes = not self.life.is_open or self.desk.is_expecting or self.traffic.books.is_working
-            self.life.expect(anything=owes or self.state is HostState.STOPPING)
+            n = _FILE_DEADLINES if self.desk.is_expecting_one_of(Save, Restore) else 1.0
+            self.life.expect(anything=owes or self.state is HostState.STOPPING, n_deadlines=n)
 
     # ---- what a worker tells ----
 

@@ -77,6 +77,7 @@ class Worker:
         self._killed = False
         self._stage = "starting"
         self._expected_since: float | None = time.monotonic()
+        self._n_deadlines = 1.0
         events_out, events_in = os.pipe()
         self._alarm = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # One that a signal handler may take again in the thread that it interrupts.
@@ -127,15 +128,19 @@ class Worker:
         self._outgoing.append(line)
         self._wake()
 
-    def expect(self, *, anything: bool) -> None:
+    def expect(self, *, anything: bool, n_deadlines: float = 1.0) -> None:
         """Say whether the child has something to do: only then is its silence measured.
 
         Args:
             anything: whether it has; at first it has, the request.
+            n_deadlines: how many times as long as others its silence is borne.
         """
+        if anything is (self._expected_since is not None) and n_deadlines == self._n_deadlines:
+            return
+        self._n_deadlines = n_deadlines
         if anything is not (self._expected_since is not None):
             self._expected_since = time.monotonic() if anything else None
-            self._wake()
+        self._wake()
 
     def is_doing(self, stage: str) -> None:
         """Say what the child is doing, for the words of its end; its own Progress says it too."""
@@ -245,18 +250,24 @@ class Worker:
         self, selector: selectors.BaseSelector, heard_at: float, deadline_s: float | None, *, is_polled: bool
     ) -> list[selectors.SelectorKey]:
         """Wait for something to read, or for room to write; kill the child at the end of the silence that is borne."""
-        since = self._expected_since
-        ends_at = None if deadline_s is None or since is None else max(heard_at, since) + deadline_s
-        left_s = None if ends_at is None else max(0.0, ends_at - time.monotonic())
+        borne_until = self._silence_borne_until(heard_at, deadline_s)
+        left_s = None if borne_until is None else max(0.0, borne_until - time.monotonic())
         if is_polled:
             left_s = _POLL_S if left_s is None else min(left_s, _POLL_S)
         ready = [key for key, _ in selector.select(left_s)]
-        # What was expected may have changed meanwhile, in another thread.
-        is_over = ends_at is not None and time.monotonic() >= ends_at and self._expected_since == since
-        if not ready and is_over and deadline_s is not None:
+        # What is expected may have changed meanwhile, in another thread.
+        borne_until = self._silence_borne_until(heard_at, deadline_s)
+        if not ready and deadline_s is not None and borne_until is not None and time.monotonic() >= borne_until:
             self.kill()
-            raise DeadlineExceeded(f"progress of the worker while {self._stage}", deadline_s)
+            raise DeadlineExceeded(f"progress of the worker while {self._stage}", deadline_s * self._n_deadlines)
         return ready
+
+    def _silence_borne_until(self, heard_at: float, deadline_s: float | None) -> float | None:
+        """Say when a child that is silent has been so for too long; None: never."""
+        since = self._expected_since
+        if deadline_s is None or since is None:
+            return None
+        return max(heard_at, since) + deadline_s * self._n_deadlines
 
     def _write(self, selector: selectors.BaseSelector) -> None:
         """Give the child what it takes, and watch for room where that is not all."""

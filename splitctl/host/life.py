@@ -101,10 +101,10 @@ class Life:
         if self.end is None:
             self._worker.send_line(to_line(order, ORDERS))
 
-    def expect(self, *, anything: bool) -> None:
-        """Say whether it has work."""
+    def expect(self, *, anything: bool, n_deadlines: float = 1.0) -> None:
+        """Say whether it has work, and how many times as long as else it may be silent over it."""
         if self.end is None:
-            self._worker.expect(anything=anything)
+            self._worker.expect(anything=anything, n_deadlines=n_deadlines)
 
     def cancel(self) -> None:
         """Ask it to end the switch or load under way."""

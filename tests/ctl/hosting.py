@@ -59,7 +59,7 @@ class ScriptedLife:
         del request, env, deadline_s
         self.sent: list[Order] = []
         self.n_cancels = 0
-        self.is_expected = True
+        self.is_expected, self.n_deadlines = True, 1.0
         self.is_open = False
         self.fds = tuple(pass_fds)
         self.end: End | None = None
@@ -72,9 +72,9 @@ class ScriptedLife:
         """Keep an order."""
         self.sent.append(order)
 
-    def expect(self, *, anything: bool) -> None:
+    def expect(self, *, anything: bool, n_deadlines: float = 1.0) -> None:
         """Keep whether something is owed."""
-        self.is_expected = anything
+        self.is_expected, self.n_deadlines = anything, n_deadlines
 
     def cancel(self) -> None:
         """Count."""

@@ -917,6 +917,7 @@ def test_silence_counts_only_while_something_is_owed(tmp_path: Path) -> None:
         saving = asyncio.ensure_future(scene.supervisor.save(Path("/x")))
         order = await scene.order(Save)
         assert scene.life.is_expected
+        assert scene.life.n_deadlines > 1.0
         scene.life.tell(Saved(order.order, 1))
         await saving
         assert not scene.life.is_expected
