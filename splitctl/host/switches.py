@@ -154,7 +154,7 @@ class Switches:
         """Note that an arena holds a carry."""
         self._seals.pop(report.seal.arena, None)
         self._seals[report.seal.arena] = report.seal
-        if self.under_way is not None:
+        if self.under_way is not None and self.under_way.is_begun:
             self.under_way.seal = report.seal
 
     def unsealed(self, arena: int) -> None:

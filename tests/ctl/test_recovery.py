@@ -186,6 +186,15 @@ def test_a_trial_that_failed_in_the_worker_is_no_place_to_go_back_to() -> None:
     assert switches.summary() == {"count": 1, "ended": {"fell_back": 1}, "took": []}
 
 
+def test_a_carry_that_was_sealed_before_a_switch_began_is_not_its_own() -> None:
+    """What a save seals while a switch waits for its turn is the newest carry, and no step of the switch."""
+    switches = _switching(())
+    switches.sealed(Sealed(OLD))
+    assert switches.under_way is not None
+    assert switches.under_way.seal is None
+    assert _loss(switches).seal == OLD
+
+
 def test_a_trial_that_fails_in_the_worker_tells_its_stages() -> None:
     """The worker that goes back says where it is; lost on its way, the session belongs where it came from."""
     switches = _on_trial()
