@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from splitctl.host.protocol import Fault
 from splitctl.host.stop_texts import StopTexts
 
 
@@ -85,6 +86,7 @@ class Done:
         prompt_ms: time spent reading the prompt, ms.
         generate_ms: time of the decodes that served it, ms.
         message: what went wrong, for a person; empty where nothing did.
+        fault: whose fault it was; None where nothing went wrong, or nobody knows.
     """
 
     why: Why
@@ -94,6 +96,7 @@ class Done:
     prompt_ms: float = 0.0
     generate_ms: float = 0.0
     message: str = ""
+    fault: Fault | None = None
 
 
 StreamEvent = Begun | Delta | Paused | Resumed | Done

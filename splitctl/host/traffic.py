@@ -98,9 +98,10 @@ class Traffic:
             return
         error = answer.exception()
         if error is not None:
-            self._end(number, None, Why.ERROR, str(error))
+            fault = error.fault if isinstance(error, OrderFailed) else None
+            self._end(number, None, Why.ERROR, str(error), fault)
         elif not answer.result().tokens:
-            self._end(number, None, Why.ERROR, "the prompt has no token; give some text")
+            self._end(number, None, Why.ERROR, "the prompt has no token; give some text", Fault.CONFIG)
         else:
             self._queue(number, answer.result().tokens, request)
             self._flush()
@@ -122,15 +123,15 @@ class Traffic:
         self._end(job.number, job, why, message)
         self._flush()
 
-    def _end(self, number: int, job: Job | None, why: Why, message: str = "") -> None:
+    def _end(self, number: int, job: Job | None, why: Why, message: str = "", fault: Fault | None = None) -> None:
         stream = self._streams.pop(number, None)
         if stream is None:
             return
         if job is None:
-            stream.end(Done(why, message=message))
+            stream.end(Done(why, message=message, fault=fault))
             return
         numbers = (len(job.prompt), job.n_reused or 0, job.n_predicted, job.prompt_ms, job.generate_ms)
-        stream.end(Done(why, *numbers, message))
+        stream.end(Done(why, *numbers, message, fault))
 
     # ---- a worker's reports ----
 
@@ -150,7 +151,7 @@ class Traffic:
             case Ended():
                 ended = self.books.ended(report)
                 if ended is not None:
-                    self._end(ended.number, ended, _WHY.get(report.why, Why.ERROR), report.message)
+                    self._end(ended.number, ended, _WHY.get(report.why, Why.ERROR), report.message, report.fault)
                 self._flush()
             case Forgot():
                 self.books.forgot(report.seq_id)

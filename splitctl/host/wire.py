@@ -13,6 +13,7 @@ import binascii
 import dataclasses
 import enum
 import functools
+import itertools
 import json
 import math
 import types
@@ -23,6 +24,9 @@ from typing import Any
 
 from splitctl.errors import ConfigInvalid, SplitctlError
 from splitctl.placement import Placement
+
+#: Characters of what is shown.
+_SHOWN = 60
 
 #: Entries of a list in a message: token lists are the longest that there are.
 MAX_ITEMS = 1 << 24
@@ -121,9 +125,27 @@ def from_object(body: Mapping[str, Any], kinds: Mapping[str, type]) -> Any:
 
 
 def shown(value: object) -> str:
-    """Show the start of what was found."""
-    text = repr(value) if not isinstance(value, int) or abs(value) < 10**60 else "a huge number"
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    """Show the start of what was found, in a time that does not grow with it."""
+    text = _start_of(value, 2)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def _start_of(value: object, depth: int) -> str:
+    """Write as much of a value as can be shown."""
+    match value:
+        case str() | bytes():
+            return repr(value[:_SHOWN])
+        case int() if abs(value) >= 10**_SHOWN:
+            return "a huge number"
+        case list() | dict() if value and not depth:
+            return "[...]" if isinstance(value, list) else "{...}"
+        case list():
+            return f"[{', '.join(_start_of(one, depth - 1) for one in value[:_SHOWN])}]"
+        case dict():
+            first = itertools.islice(value.items(), _SHOWN)
+            return f"{{{', '.join(f'{key!r:.{_SHOWN}}: {_start_of(one, depth - 1)}' for key, one in first)}}}"
+        case _:
+            return repr(value)
 
 
 @functools.cache
