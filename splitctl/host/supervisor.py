@@ -382,7 +382,8 @@ class Supervisor:
         found = [path for path in (self._config.park_path, self._config.save_path) if path.is_file()]
         if found:
             newest = max(found, key=lambda path: path.stat().st_mtime)
-            self._tell(f"a saved session is there: splitctl restore {newest} goes on with it, or serve --resume")
+            other = " (or serve --resume)" if newest == self._config.save_path else ""
+            self._tell(f"a saved session is there: splitctl restore {newest}{other} goes on with it")
 
     def _target(self, changes: Mapping[str, Any]) -> Placement:
         """Give the whole target of a switch."""
