@@ -167,7 +167,8 @@ def verify(
         try:
             report = _run(asked, cache, screen)
         except OSError as error:
-            message = f"a cell could not be tried: {error}; check the room for temporary files and the limits"
+            why = error.strerror or str(error)
+            message = f"nothing more could be tried: {why} ({error.filename or 'a child process'})"
             return screen.fail(type(error).__name__, message, ExitCode.FAILED)
         if report.failure is not None:
             failure = report.failure

@@ -8,7 +8,9 @@ Laws:
 
 from __future__ import annotations
 
+import errno
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,12 +26,15 @@ from splitctl.last_words import telling_line
 from splitctl.outcome import to_plain
 from splitctl.placement import FlashAttn, Placement
 from splitctl.probing import ProbeKey, ProbeVerdict, Verdict, VerdictCache, verdict_of_death
+from splitctl.probing.comparing import MAX_KEPT_BYTES
 from splitctl.probing.matrix import Cell
 
 _SIGNAL = re.compile(r"signal (\d+) \((\w+)\)")
 #: How the library says what it aborts for: file:line: GGML_ASSERT(...) failed, or the words of a GGML_ABORT.
 _ASSERT = re.compile(r"([^\s/]+\.\w+:\d+: .+)")
 _NUMBERS = ("nmse", "nmse_worst", "same_cache_nmse", "same_cache_nmse_worst", "top1_agreement", "perplexity")
+
+_FLOAT_BYTES = 4
 
 Found = dict[str, Any]
 
@@ -114,6 +119,7 @@ class Verifier:
         """
         report = Report()
         with tempfile.TemporaryDirectory(prefix="splitctl-verify-") as folder:
+            _demand_room(what, Path(folder))
             try:
                 for number, cell, files in _with_files(what.cells, Path(folder)):
                     found = self._try(what, cell, number, files, report)
@@ -184,6 +190,15 @@ class Verifier:
         except OSError:
             # A full or read-only cache folder: what was found is told all the same, and the count says so.
             return
+
+
+def _demand_room(what: Verification, folder: Path) -> None:
+    """Refuse where the logits of two references do not fit: better than a child that fails of it."""
+    wanted = 2 * min(what.n_tokens * max(what.facts.n_vocab, 1) * _FLOAT_BYTES, MAX_KEPT_BYTES)
+    free = shutil.disk_usage(folder).free
+    if free < wanted:
+        text = f"logits want {wanted} bytes and {free} are free; set TMPDIR to a folder with room, or lower --tokens"
+        raise OSError(errno.ENOSPC, text, str(folder.parent))
 
 
 @dataclass(slots=True)

@@ -15,6 +15,9 @@ NMSE_LIMIT = 0.02
 NMSE_LIMIT_QUANTIZED = 0.1
 UNQUANTIZED = frozenset({"f32", "f16", "bf16"})
 
+#: A reference's logits are kept in a file of this size at most [bytes].
+MAX_KEPT_BYTES = 256 << 20
+
 #: Larger values are masks, not logits.
 _MASK = 1e30
 

@@ -22,14 +22,12 @@ from splitctl.buffer_lines import BufferLine, buffer_lines
 from splitctl.engine import context_params, model_params, resolve_threads
 from splitctl.last_words import is_shortage, telling_line
 from splitctl.placement import FlashAttn, Placement, SplitMode
-from splitctl.probing.comparing import Logits, Tally, nmse_limit, surprise
+from splitctl.probing.comparing import MAX_KEPT_BYTES, Logits, Tally, nmse_limit, surprise
 from splitctl.probing.probe import SMALL_BYTES, ProbeCancelled
 from splitctl.probing.verdicts import Verdict
 
 #: Tokens of one decode while a text is read: later ones find their predecessors in the cache.
 _CHUNK = 32
-#: A reference's logits are kept in a file of this size at most [bytes].
-_MAX_KEPT_BYTES = 256 << 20
 #: Tokens of the batch of several after a restore.
 _N_SEVERAL = 5
 #: More than is decoded after the text and what was generated [tokens].
@@ -164,9 +162,14 @@ def _measure(
 ) -> None:
     """Load, read, generate, take the state out and put it back; what is found is put into `found`."""
     stage("loading", 0.0)
-    params = model_params(placement)
+
+    def loading(share: float) -> bool:
+        # A large model takes longer than a silence that is borne.
+        stage("loading", share)
+        return not is_cancelled()
+
     with ExitStack() as stack:
-        model = stack.enter_context(Model.load(library, model_path, params, progress=lambda _: not is_cancelled()))
+        model = stack.enter_context(Model.load(library, model_path, model_params(placement), progress=loading))
         found["model_bytes"] = model.size_bytes
         tell()
         tokens = _tokens(model, task)
@@ -197,7 +200,7 @@ def _measure(
 
 def _tokens(model: Model, task: Task) -> list[int]:
     """Turn the text into tokens, as many as are asked for and as the file of logits may hold."""
-    most = max(2, min(task.n_tokens, _MAX_KEPT_BYTES // (_FLOAT_BYTES * model.n_vocab)))
+    most = max(2, min(task.n_tokens, MAX_KEPT_BYTES // (_FLOAT_BYTES * model.n_vocab)))
     if not model.has_tokenizer:
         return [(7919 * index + 13) % model.n_vocab for index in range(most)]
     return model.tokenize(task.text)[:most]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from llama_native import discover
 from splitctl.cli.main import main
 from splitctl.cli.output import ExitCode
 from splitctl.facts import read_facts
-from splitctl.host import Prober
+from splitctl.host import Prober, verifying
 from splitctl.host.verifying import Report, Verification, Verifier
 from splitctl.placement import FlashAttn, Placement, SplitMode
 from splitctl.probing import Verdict, VerdictCache
@@ -379,6 +380,17 @@ def test_what_cannot_be_verified_is_one_line(
     out, err = capfd.readouterr()
     assert out == ""
     assert said in err.splitlines()[-1]
+
+
+def test_no_room_for_the_logits_is_told_before_anything_is_tried(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where the file of logits would not fit, the command says how much it wants and where, and starts no child."""
+    monkeypatch.setattr(verifying.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 1000))
+    assert main(["verify", "-m", str(tiny), "--device", "CPU,CPU", "--no-remember"]) == ExitCode.FAILED
+    _, err = capfd.readouterr()
+    assert "532480 bytes and 1000 are free; set TMPDIR" in err
+    assert err.count("\n") == 1
 
 
 @needs_compiler
