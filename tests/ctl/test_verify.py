@@ -501,6 +501,7 @@ def test_a_cache_on_the_host_kills_tensor_mode(
     assert found["end"]["name"] in text
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_gemma3_dies_in_tensor_mode(
     gemma3_270m: Path, current: Path, verified: Callable[[Path], tuple[Report, VerdictCache]]
@@ -521,6 +522,7 @@ def test_gemma3_dies_in_tensor_mode(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_what_was_verified_is_refused_without_another_try(
     gemma3_270m: Path, current: Path, verified: Callable[[Path], tuple[Report, VerdictCache]]
