@@ -19,19 +19,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_native import discover
+from llama_native import Library, discover
 from splitctl.cli.main import main
 from splitctl.cli.output import ExitCode
+from splitctl.errors import Refused
 from splitctl.facts import read_facts
 from splitctl.host import Prober, verifying
 from splitctl.host.verifying import Report, Verification, Verifier
 from splitctl.placement import FlashAttn, Placement, SplitMode
-from splitctl.probing import Verdict, VerdictCache
+from splitctl.probing import ProbeKey, ProbeVerdict, Verdict, VerdictCache
 from splitctl.probing.comparing import TIE_SIGMAS, WINDOW_ROWS, Tally, is_tie, nmse, nmse_limit, surprise
 from splitctl.probing.matrix import Cell, cells
+from splitctl.session import Session
 from splitctl.switching import rules
 from splitctl.switching.circumstances import BuildFacts, HostFacts, SessionFacts
-from tests.stublib import build, needs_compiler, write_model
+from tests.stublib import build, needs_compiler, run_child, write_model
 
 _ROOT = Path(__file__).parents[2]
 _BASE = Placement(devices=("STUB0", "STUB1"), n_ctx=256, n_threads=1)
@@ -305,6 +307,44 @@ def test_a_shortage_is_not_remembered(tiny: Path, tmp_path: Path) -> None:
     prober = Prober(build(), _env(), cache)
     assert prober.known(_BASE.changed(mode=SplitMode.TENSOR), read_facts(tiny)) is None
     assert prober.known(_BASE.changed(flash_attn=FlashAttn.ON), read_facts(tiny)) is not None
+
+
+def child_with_what_is_known(path: str, model: str, cache: str) -> dict[str, Any]:
+    """Open a session in layer mode with a cache of f32, and one of f16; switch the second to f32."""
+    library = Library.open(path)
+    prober = Prober(Path(path), _env(), VerdictCache(Path(cache)), is_cancelled=lambda: True)
+    quantized = _BASE.changed(type_k="f32", type_v="f32")
+    try:
+        Session.open(model, quantized, library=library, prober=prober).close()
+        opened = ""
+    except Refused as error:
+        opened = str(error)
+    with Session.open(model, _BASE, library=library, prober=prober) as session:
+        session.prefill(session.tokenize("hello"))
+        outcome = session.switch(session.placement.changed(type_k="f32", type_v="f32"))
+        mode = session.placement.type_k
+    return {"opened": opened, "status": outcome.status.value, "reason": outcome.reason, "type": mode}
+
+
+@needs_compiler
+@pytest.mark.stub
+def test_what_is_known_counts_in_layer_mode_too(tiny: Path, tmp_path: Path) -> None:
+    """A cache type that `verify` found wrong in layer mode is refused when a session opens and when it switches."""
+    cache = VerdictCache(tmp_path / "probes.json")
+    some = cells(_BASE, [SplitMode.LAYER], [("f16", "f16"), ("f32", "f32")], [], [True])
+    verifier = Verifier(_env(), cache)
+    assert [one["verdict"] for one in verifier(_asked(tiny, build(), some)).cells] == ["ok", "ok"]
+    seen = run_child(child_with_what_is_known, build(), tiny, tmp_path / "probes.json").value()
+    assert (seen["opened"], seen["status"], seen["type"]) == ("", "switched", "f32")
+    facts = read_facts(tiny)
+    wrong = ProbeVerdict(Verdict.WRONG, "NMSE 0.5 (limit 0.1)")
+    for flash in (FlashAttn.AUTO, FlashAttn.ON):
+        placement = _BASE.changed(type_k="f32", type_v="f32", flash_attn=flash)
+        cache.put(ProbeKey.of(build(), facts, placement, ("STUB0", "STUB1")), wrong)
+    seen = run_child(child_with_what_is_known, build(), tiny, tmp_path / "probes.json").value()
+    assert "came to: wrong (NMSE 0.5 (limit 0.1))" in seen["opened"]
+    assert (seen["status"], seen["type"]) == ("refused", "f16")
+    assert "came to: wrong" in seen["reason"]
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
