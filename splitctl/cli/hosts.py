@@ -15,6 +15,7 @@ from splitctl.cli.output import EXIT_OF_FAULT, ExitCode, Screen
 from splitctl.errors import Cancelled, ConfigInvalid, SplitctlError
 from splitctl.host import Fault
 from splitctl.host.client import Answer, Client, RequestFailed, wait
+from splitctl.host.desk import OrderFailed
 from splitctl.host.requests import Request
 from splitctl.host.runtime import Address, NoSuchSession, find, runtime_folder
 
@@ -114,6 +115,8 @@ def told(error: SplitctlError | OSError, screen: Screen) -> ExitCode:
     match error:
         case RequestFailed():
             return screen.fail(error.kind, error.message, EXIT_OF_FAULT[error.fault], error.body)
+        case OrderFailed():
+            return screen.fail(error.name, error.message, EXIT_OF_FAULT[error.fault], error.body)
         case NoSuchSession():
             code = ExitCode.NO_SESSION
         case ConfigInvalid():
