@@ -28,7 +28,7 @@ THIRD_PARTY: Mapping[str, frozenset[str]] = {
 #: Single modules that may use one more.
 THIRD_PARTY_OF_MODULE: Mapping[str, frozenset[str]] = {
     "statecodec.transcode": frozenset({"gguf"}),
-    "splitctl.http.*": frozenset({"starlette", "uvicorn", "prometheus_client"}),
+    "splitctl.http.*": frozenset({"starlette", "uvicorn", "h11", "prometheus_client"}),
 }
 #: Standard modules that a leaf has no business with.
 FORBIDDEN_STANDARD: Mapping[str, frozenset[str]] = {

@@ -57,6 +57,15 @@ def http_options(command: Callable[..., Any]) -> Callable[..., Any]:
         metavar="FOLDER",
         help="Let HTTP clients save and restore the session in this folder.",
     )
+    @click.option(
+        "--drain",
+        "drain_s",
+        type=click.FloatRange(min=0.0),
+        default=5.0,
+        show_default=True,
+        metavar="S",
+        help="When told to end, give HTTP answers that are under way so long.",
+    )
     @functools.wraps(command)
     def wrapped(
         *,
@@ -66,6 +75,7 @@ def http_options(command: Callable[..., Any]) -> Callable[..., Any]:
         api_key_file: Path | None,
         origins: tuple[str, ...],
         save_folder: Path | None,
+        drain_s: float,
         **rest: Any,
     ) -> Any:
         if host is None and port is None:
@@ -73,7 +83,9 @@ def http_options(command: Callable[..., Any]) -> Callable[..., Any]:
             if any(named(one) is _COMMAND_LINE for one in ("api_keys", "api_key_file", "origins", "save_folder")):
                 raise click.UsageError("--api-key, --cors and --slot-save-path are for HTTP: give --port too")
             return command(http=None, **rest)
-        http = _config(host, port, (*api_keys, *_keys_of(api_key_file)), origins, save_folder)
+        # Commas as llama-server has them; a variable is taken apart at spaces as well.
+        keys = tuple(key for one in api_keys for key in one.split(","))
+        http = _config(host, port, (*keys, *_keys_of(api_key_file)), origins, save_folder, drain_s)
         return command(http=http, **rest)
 
     return wrapped
@@ -83,7 +95,12 @@ _COMMAND_LINE = click.core.ParameterSource.COMMANDLINE
 
 
 def _config(
-    host: str | None, port: int | None, keys: tuple[str, ...], origins: tuple[str, ...], folder: Path | None
+    host: str | None,
+    port: int | None,
+    keys: tuple[str, ...],
+    origins: tuple[str, ...],
+    folder: Path | None,
+    drain_s: float,
 ) -> HttpConfig:
     try:
         from splitctl.http import HttpConfig  # noqa: PLC0415 - an extra, which other commands do without
@@ -103,6 +120,7 @@ def _config(
         api_keys=tuple(key.strip() for key in keys),
         origins=origins,
         folder=None if folder is None else folder.absolute(),
+        drain_s=drain_s,
     )
 
 

@@ -141,7 +141,9 @@ class _Serving:
         self._as_json = as_json
         self._over = asyncio.Event()
         self._stopping: asyncio.Task[dict[str, Any]] | None = None
-        self._supervisor = Supervisor(config, env=os.environ, tell=self._log)
+        # Workers need no keys.
+        env = {name: value for name, value in os.environ.items() if name != "LLAMA_API_KEY"}
+        self._supervisor = Supervisor(config, env=env, tell=self._log)
         self._server: HttpServer | None = None
 
     async def run(self) -> ExitCode:
@@ -201,6 +203,11 @@ class _Serving:
             self._stopping = asyncio.ensure_future(self._end())
         return await asyncio.shield(self._stopping)
 
+    async def _drain_and_end(self) -> dict[str, Any]:
+        if self._server is not None:
+            await self._server.drain()
+        return await self._end()
+
     async def _end(self) -> dict[str, Any]:
         try:
             body = await self._supervisor.stop(save=True)
@@ -218,7 +225,7 @@ class _Serving:
             # The worker reads the end of its stdin, and ends as well.
             os._exit(ExitCode.CANCELLED)
         self._log(f"{name}: ending; once more ends at once, without saving")
-        self._stopping = asyncio.ensure_future(self._end())
+        self._stopping = asyncio.ensure_future(self._drain_and_end())
 
     def _log(self, text: str) -> None:
         """Write a line of the log; a terminal that is gone is no reason to end."""

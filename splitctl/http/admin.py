@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,15 @@ import psutil
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from splitctl.errors import SplitctlError
+from splitctl.errors import Busy, SplitctlError
 from splitctl.host.connection import event_body
 from splitctl.host.control import Hosted
 from splitctl.host.requests import REQUESTS, CheckRequest, SwitchRequest, changes_from_json
 from splitctl.host.wire import from_object, shown
-from splitctl.http import bodies
 from splitctl.http.answers import comment
-from splitctl.http.errors import ApiError
-from splitctl.http.guard import Intake
+from splitctl.http.chat import room_of
+from splitctl.http.errors import ApiError, api_error
+from splitctl.http.intake import Intake
 from splitctl.http.sse import EventStream
 from splitctl.http.watch import Watch
 from splitctl.placement import SplitMode
@@ -63,6 +63,7 @@ class Admin:
         self._is_open = is_open
         self._judged: tuple[str, dict[str, Any]] | None = None
         self._judging = asyncio.Lock()
+        self._n_watchers = 0
 
     async def health(self, _request: Request) -> Response:
         """Say whether the server lives; 503 only while the model is loaded for the first time."""
@@ -96,8 +97,7 @@ class Admin:
         """Say what every sequence is doing."""
         status = self._host.status()
         placement = status.get("placement") or {}
-        n_ctx, n_seq_max = int(placement.get("n_ctx") or 0), int(placement.get("n_seq_max") or 1)
-        room = n_ctx if placement.get("kv_unified") else n_ctx // n_seq_max
+        room = room_of(placement)
         return JSONResponse(
             [
                 {
@@ -125,7 +125,7 @@ class Admin:
     async def switch(self, request: Request) -> Response:
         """Move the session; the outcome says how that ended, whatever the outcome is."""
         self._refuse_closed()
-        body = bodies.object_of(await self._intake.body(request))
+        body = await self._intake.small(request)
         is_dry = body.pop("dry_run", False)
         if not isinstance(is_dry, bool):
             raise ApiError(400, f"dry_run is {shown(is_dry)}; wanted: true or false", param="dry_run")
@@ -150,7 +150,10 @@ class Admin:
     async def events(self, request: Request) -> Response:
         """Tell what happens to the session from now on, one event a line group."""
         del request
-        return EventStream(self._told(), on_gone=lambda: None, write_s=self._intake.limits.write_s)
+        if self._n_watchers >= self._intake.limits.n_watchers:
+            raise ApiError(429, f"{self._n_watchers} clients watch already", code="busy")
+        self._n_watchers += 1
+        return EventStream(self._told(), on_gone=self._unwatched, write_s=self._intake.limits.write_s)
 
     async def save(self, request: Request) -> Response:
         """Write the session to a file of the folder."""
@@ -205,12 +208,18 @@ class Admin:
     async def _judge(self, mode: SplitMode) -> dict[str, Any]:
         try:
             found = await self._host.check({"mode": mode}, convert=True, force=False)
+        except Busy as error:
+            # It says nothing about the mode, and is not kept.
+            raise api_error(error) from error
         except SplitctlError as error:
             return {"allowed": False, "reasons": [str(error)]}
         reasons = [str(one["text"]) for one in found["reasons"]]
         return {"allowed": not reasons, "reasons": reasons, "expected_s": found.get("expected_s")}
 
-    async def _told(self) -> AsyncIterator[bytes]:
+    def _unwatched(self) -> None:
+        self._n_watchers -= 1
+
+    async def _told(self) -> AsyncGenerator[bytes, None]:
         yield comment("events of the session")
         events = aiter(self._host.subscribe())
         pending: asyncio.Future[Any] | None = None
@@ -236,7 +245,7 @@ class Admin:
         self._refuse_closed()
         if self._folder is None:
             raise ApiError(403, "no folder for files; start the server with --slot-save-path FOLDER")
-        name = bodies.object_of(await self._intake.body(request)).get("filename")
+        name = (await self._intake.small(request)).get("filename")
         if not isinstance(name, str) or len(name) > _MAX_NAME or _FILE_NAME.fullmatch(name) is None:
             wanted = f"a file's name of letters, digits, dots, dashes and underscores, {_MAX_NAME} characters at most"
             raise ApiError(400, f"filename is {shown(name)}; wanted: {wanted}", param="filename")

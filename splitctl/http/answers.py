@@ -26,7 +26,7 @@ def data(body: dict[str, Any]) -> bytes:
 
 def comment(text: str) -> bytes:
     """Write a line that keeps a stream alive and that clients skip."""
-    return f": {text}\n\n".encode()
+    return f": {' '.join(text.split())}\n\n".encode()
 
 
 def finish_reason(why: Why) -> str | None:
@@ -43,12 +43,14 @@ class Form:
         model: the name that the client used.
         created: when the request came, seconds since 1970.
         is_chat: whether the answer is a message.
+        with_usage: whether a stream ends with the counts.
     """
 
     number: str
     model: str
     created: int
     is_chat: bool
+    with_usage: bool = False
 
     def whole(self, text: str, done: Done) -> dict[str, Any]:
         """Give a whole answer."""
@@ -83,7 +85,8 @@ class Form:
 
     def _chunk(self, said: dict[str, Any], finish: str | None) -> dict[str, Any]:
         choice = {"index": 0, **said, "finish_reason": finish, "logprobs": None}
-        return {**self._head(self._chunk_kind), "choices": [choice]}
+        # As OpenAI does: who asked for the counts gets none in every chunk but the last.
+        return {**self._head(self._chunk_kind), "choices": [choice], **({"usage": None} if self.with_usage else {})}
 
     def _head(self, kind: str) -> dict[str, Any]:
         name = "chatcmpl" if self.is_chat else "cmpl"

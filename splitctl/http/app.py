@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import functools
+import hashlib
 import importlib.resources
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -16,57 +18,86 @@ from starlette.routing import Route
 
 from splitctl.errors import SplitctlError
 from splitctl.host.control import Hosted
+from splitctl.host.wire import shown
 from splitctl.http.admin import Admin
 from splitctl.http.chat import Chat
 from splitctl.http.errors import ApiError, api_error
-from splitctl.http.guard import App, Guard, Intake, Limits
+from splitctl.http.guard import App, Guard
+from splitctl.http.intake import Intake, Limits
 from splitctl.http.metrics import CONTENT_TYPE, Metrics
 from splitctl.http.watch import Watch
 
 Answer = Callable[[Request], Awaitable[Response]]
 
-#: The page uses nothing from elsewhere, and says so to the browser.
+#: The page uses nothing from elsewhere, and no script but its own, and says so to the browser.
 _POLICY = (
-    "default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
+    "default-src 'none'; script-src 'sha256-{script}'; style-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _PLAIN_LIMITS = Limits()
 
 
-def build_app(
-    host: Hosted,
-    *,
-    watch: Watch,
-    tell: Callable[[str], None],
-    api_keys: Sequence[str] = (),
-    host_names: Sequence[str] = (),
-    origins: Sequence[str] = (),
-    is_loopback: bool = True,
-    folder: Path | None = None,
-    limits: Limits = _PLAIN_LIMITS,
-) -> App:
-    """Make the app of a session.
+class Service:
+    """All that a session answers over HTTP.
 
-    Args:
-        host: does the work.
-        watch: knows the last switches.
-        tell: takes lines for the log.
-        api_keys: any of them opens; none: no key is asked for.
-        host_names: names that the server is reached by.
-        origins: pages elsewhere that may use it.
-        is_loopback: whether it listens to this machine alone.
-        folder: where files are saved and restored; None: nowhere.
-        limits: what one client may take.
+    Attributes:
+        app: what a server calls.
+        chat: answers requests for text.
     """
-    metrics = Metrics(host)
-    intake = Intake(limits)
-    chat = Chat(host, intake, metrics.done)
-    admin = Admin(host, intake, watch, folder, is_open=bool(api_keys) or is_loopback)
 
+    def __init__(
+        self,
+        host: Hosted,
+        *,
+        watch: Watch,
+        tell: Callable[[str], None],
+        api_keys: Sequence[str] = (),
+        host_names: Sequence[str] = (),
+        origins: Sequence[str] = (),
+        is_loopback: bool = True,
+        folder: Path | None = None,
+        limits: Limits = _PLAIN_LIMITS,
+    ) -> None:
+        """Answer for a session.
+
+        Args:
+            host: does the work.
+            watch: knows the last switches.
+            tell: takes lines for the log.
+            api_keys: any of them opens; none: no key is asked for.
+            host_names: names that the server is reached by.
+            origins: pages elsewhere that may use it.
+            is_loopback: whether it listens to this machine alone.
+            folder: where files are saved and restored; None: nowhere.
+            limits: what clients may take.
+        """
+        metrics = Metrics(host)
+        intake = Intake(limits)
+        self.chat = Chat(host, intake, metrics.done)
+        admin = Admin(host, intake, watch, folder, is_open=bool(api_keys) or is_loopback)
+        app = Starlette(
+            routes=[
+                Route(path, _counted(answer, path, metrics), methods=[method])
+                for method, path, answer in _routes(self.chat, admin, metrics)
+            ],
+            exception_handlers={HTTPException: functools.partial(_not_found, metrics=metrics)},
+        )
+        # A redirect would be built from the Host header, which may be anything.
+        app.router.redirect_slashes = False
+        guarded = Guard(app, api_keys=api_keys, hosts=host_names, origins=origins, is_loopback=is_loopback, tell=tell)
+        # Outermost, so that the pages that may use the server can read its refusals as well.
+        self.app: App = (
+            CORSMiddleware(guarded, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
+            if origins
+            else guarded
+        )
+
+
+def _routes(chat: Chat, admin: Admin, metrics: Metrics) -> tuple[tuple[str, str, Answer], ...]:
     async def numbers(_request: Request) -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
-    routes: tuple[tuple[str, str, Answer], ...] = (
+    return (
         ("GET", "/", _page),
         ("GET", "/health", admin.health),
         ("GET", "/v1/health", admin.health),
@@ -85,20 +116,6 @@ def build_app(
         ("GET", "/split-mode/events", admin.events),
         ("POST", "/session/save", admin.save),
         ("POST", "/session/restore", admin.restore),
-    )
-    app: App = Starlette(
-        routes=[Route(path, _counted(answer, path, metrics), methods=[method]) for method, path, answer in routes],
-        exception_handlers={HTTPException: functools.partial(_not_found, metrics=metrics)},
-    )
-    if origins:
-        app = CORSMiddleware(app, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
-    return Guard(
-        app,
-        api_keys=api_keys,
-        hosts=host_names,
-        origins=origins,
-        is_loopback=is_loopback,
-        tell=tell,
     )
 
 
@@ -121,8 +138,9 @@ def _counted(answer: Answer, path: str, metrics: Metrics) -> Answer:
 async def _not_found(request: Request, error: Exception, *, metrics: Metrics) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     metrics.request("other", status)
-    path = request.url.path[:80]
-    said = {404: f"there is nothing at {path!r}", 405: f"{path!r} does not take {request.method[:20]}"}
+    # Not from request.url: that takes the Host header apart, which may be anything.
+    path = str(request.scope["path"])
+    said = {404: f"there is nothing at {shown(path)}", 405: f"{shown(path)} does not take {request.method[:20]}"}
     response = ApiError(status, said.get(status, "the request cannot be answered")).response()
     if isinstance(error, HTTPException) and error.headers:
         response.headers.update(error.headers)
@@ -130,17 +148,21 @@ async def _not_found(request: Request, error: Exception, *, metrics: Metrics) ->
 
 
 async def _page(_request: Request) -> Response:
+    text, policy = _page_and_policy()
     headers = {
-        "content-security-policy": _POLICY,
+        "content-security-policy": policy,
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
     }
-    return Response(_page_text(), media_type="text/html; charset=utf-8", headers=headers)
+    return Response(text, media_type="text/html; charset=utf-8", headers=headers)
 
 
 @functools.cache
-def _page_text() -> str:
-    return importlib.resources.files("splitctl.http").joinpath("data/page.html").read_text("utf-8")
+def _page_and_policy() -> tuple[str, str]:
+    text = importlib.resources.files("splitctl.http").joinpath("data/page.html").read_text("utf-8")
+    script = text.partition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
+    return text, _POLICY.format(script=digest)
 
 
-__all__ = ["build_app"]
+__all__ = ["Service"]

@@ -23,6 +23,10 @@ Body = Mapping[str, Any]
 
 #: Stop texts of one request, and characters of one.
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024
+#: Characters of the name that a client uses for the model, and of a role.
+MAX_MODEL_CHARS, MAX_ROLE_CHARS = 256, 64
+#: Tokens that a penalty looks back on: the library keeps room for as many [tokens].
+MAX_LAST_N = 1 << 20
 
 _MAX_MESSAGES = 4096
 _MAX_TOKENS = 2**31 - 1
@@ -39,6 +43,7 @@ class Asked:
         is_stream: whether it wants the tokens as they come.
         with_usage: whether a stream ends with the counts.
         is_chat: whether the answer is a message.
+        n_text_bytes: of the prompt's text, in UTF-8; 0 for tokens.
     """
 
     request: GenerateRequest
@@ -46,6 +51,7 @@ class Asked:
     is_stream: bool
     with_usage: bool
     is_chat: bool
+    n_text_bytes: int
 
 
 def object_of(raw: bytes) -> dict[str, Any]:
@@ -112,7 +118,7 @@ def _asked(body: Body, model: str, most: str, *, is_chat: bool, **prompt: Any) -
         raise _wrong("stream_options", options, "an object")
     if options and not is_stream:
         raise _wrong("stream_options", options, "nothing, without stream")
-    n_predict = _number(body, most, -1, 0, _MAX_TOKENS, whole=True)
+    n_predict = _number(body, most, -1, -1, _MAX_TOKENS, whole=True)
     if most not in body or body[most] is None:
         n_predict = _number(body, "n_predict", -1, -1, _MAX_TOKENS, whole=True)
     try:
@@ -120,10 +126,13 @@ def _asked(body: Body, model: str, most: str, *, is_chat: bool, **prompt: Any) -
     except ConfigInvalid as error:
         raise ApiError(400, str(error), param=error.field) from error
     name = body.get("model", model)
-    if name is not None and not isinstance(name, str):
-        raise _wrong("model", name, "a text")
+    # Every chunk of a stream repeats it.
+    if name is not None and not (isinstance(name, str) and len(name) <= MAX_MODEL_CHARS):
+        raise _wrong("model", name, f"a text of {MAX_MODEL_CHARS} characters at most")
     with_usage = bool(options) and _flag(options or {}, "include_usage")
-    return Asked(request, _text("model", name or model), is_stream, with_usage, is_chat)
+    texts = [one.content for one in request.messages or ()] if request.prompt is None else [request.prompt]
+    n_bytes = sum(len(one.encode()) for one in texts)
+    return Asked(request, _text("model", name or model), is_stream, with_usage, is_chat, n_bytes)
 
 
 def _sampler(body: Body) -> SamplerSpec:
@@ -137,7 +146,7 @@ def _sampler(body: Body) -> SamplerSpec:
             top_p=_number(body, "top_p", plain.top_p, 0.0, 1.0),
             min_p=_number(body, "min_p", plain.min_p, 0.0, 1.0),
             repeat_penalty=_number(body, "repeat_penalty", plain.repeat_penalty, 1e-6, 100.0),
-            repeat_last_n=int(_number(body, "repeat_last_n", plain.repeat_last_n, -1, _MAX_TOKENS, whole=True)),
+            repeat_last_n=int(_number(body, "repeat_last_n", plain.repeat_last_n, -1, MAX_LAST_N, whole=True)),
             # The library's seeds have 32 bits; the last one means a random one.
             seed=seed % _SEED_END if body.get("seed") is not None and seed != -1 else RANDOM_SEED,
             stop=_stops(body.get("stop")),
@@ -161,7 +170,7 @@ def _message(value: Any, where: str) -> ChatMessage:
     if not isinstance(value, dict):
         raise _wrong(where, value, "an object with role and content")
     role, content = value.get("role"), value.get("content")
-    if not isinstance(role, str) or not role:
+    if not isinstance(role, str) or not 0 < len(role) <= MAX_ROLE_CHARS:
         raise _wrong(f"{where}.role", role, "system, user or assistant")
     if isinstance(content, list):
         content = "".join(_part(one, f"{where}.content[{index}]") for index, one in enumerate(content))
@@ -215,11 +224,15 @@ def _refuse_unsupported(body: Body, fields: Mapping[str, tuple[Callable[[Any], b
 
 
 def _is_one(value: Any) -> bool:
-    return type(value) is int and value == 1
+    return type(value) in {int, float} and value == 1
 
 
 def _is_zero(value: Any) -> bool:
     return type(value) in {int, float} and value == 0
+
+
+def _is_off(value: Any) -> bool:
+    return type(value) in {int, float} and value <= 0
 
 
 def _is_empty(value: Any) -> bool:
@@ -240,6 +253,15 @@ _NEITHER: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "presence_penalty": (_is_zero, "use repeat_penalty and repeat_last_n"),
     "frequency_penalty": (_is_zero, "use repeat_penalty and repeat_last_n"),
     "logit_bias": (_is_empty, "single tokens cannot be weighed"),
+    "mirostat": (_is_zero, "use temperature, top_k, top_p and min_p"),
+    "dynatemp_range": (_is_zero, "use temperature"),
+    "typical_p": (_is_one, "use top_k, top_p and min_p"),
+    "top_n_sigma": (_is_off, "use top_k, top_p and min_p"),
+    "xtc_probability": (_is_zero, "use top_k, top_p and min_p"),
+    "dry_multiplier": (_is_zero, "use repeat_penalty and repeat_last_n"),
+    "n_probs": (_is_zero, "probabilities are not given"),
+    "ignore_eos": (_is_empty, "an answer ends where the model ends it"),
+    "lora": (_is_empty, "adapters are applied for all requests: splitctl serve --lora"),
     "grammar": (_is_empty, "grammars are not applied"),
     "json_schema": (_is_empty, "grammars are not applied"),
 }
@@ -258,4 +280,15 @@ _NOT_IN_COMPLETION: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-__all__ = ["MAX_STOPS", "MAX_STOP_CHARS", "Asked", "Body", "chat", "completion", "object_of"]
+__all__ = [
+    "MAX_LAST_N",
+    "MAX_MODEL_CHARS",
+    "MAX_ROLE_CHARS",
+    "MAX_STOPS",
+    "MAX_STOP_CHARS",
+    "Asked",
+    "Body",
+    "chat",
+    "completion",
+    "object_of",
+]

@@ -2,8 +2,8 @@
 
 Laws:
     1. Who hangs up frees its sequence, at once.
-    2. A stream has its status before its first byte: what can be refused is refused with a status, and only what goes
-       wrong later is an error within the stream.
+    2. A stream has its status before its first byte: what can be refused within a while is refused with a status, and
+       only what goes wrong later is an error within the stream.
     3. Silence is filled with comments, so that no proxy takes a switch for a dead server.
 """
 
@@ -12,26 +12,47 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from splitctl.errors import Busy
 from splitctl.host.control import Hosted, Stream
+from splitctl.host.protocol import Fault
 from splitctl.host.streams import Begun, Delta, Done, Paused, Why
 from splitctl.http import answers, bodies
 from splitctl.http.answers import Form
 from splitctl.http.bodies import Asked, Body
 from splitctl.http.errors import ApiError
-from splitctl.http.guard import Intake
+from splitctl.http.intake import Intake
 from splitctl.http.sse import EventStream, hung_up
-
-#: A longer body is read by a thread: the loop has tokens to pass on [bytes].
-_LONG_BYTES = 1 << 16
 
 #: Longest silence of a stream [seconds].
 _SILENCE_S = 10.0
+
+#: No vocabulary has longer tokens: a longer text than so much for each of a sequence's cells cannot fit it [bytes].
+_MAX_BYTES_PER_TOKEN = 512
+
+
+class _Answer:
+    """What one answer takes, from the begin of its stream until it is over."""
+
+    def __init__(self, chat: Chat, n_bytes: int) -> None:
+        self._chat = chat
+        self._n_bytes = n_bytes
+        self._is_over = False
+        self.stream: Stream | None = None
+
+    def end(self) -> None:
+        """Give everything back, once; a stream that goes on is cancelled."""
+        if self.stream is not None:
+            self.stream.cancel()
+        if not self._is_over:
+            self._is_over = True
+            self._chat.ended(self._n_bytes)
 
 
 class Chat:
@@ -51,6 +72,29 @@ class Chat:
         self._host = host
         self._intake = intake
         self._on_done = on_done
+        self._n_open = 0
+        self._n_held = 0
+        self._is_draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def drain(self, seconds: float) -> None:
+        """Refuse new requests, and wait until those under way are answered, or the time is over."""
+        self._is_draining = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+
+    def ended(self, n_bytes: int) -> None:
+        """Note that an answer is over.
+
+        Args:
+            n_bytes: of its request.
+        """
+        self._n_open -= 1
+        self._n_held -= n_bytes
+        if not self._n_open:
+            self._idle.set()
 
     async def models(self, _request: Request) -> Response:
         """List the model that is served."""
@@ -80,31 +124,64 @@ class Chat:
         return await self._complete(request, bodies.completion)
 
     async def _complete(self, request: Request, read: Callable[[Body, str], Asked]) -> Response:
-        raw = await self._intake.body(request)
         name = self.model_name
-        if len(raw) <= _LONG_BYTES:
-            asked = read(bodies.object_of(raw), name)
-        else:
-            asked = await asyncio.to_thread(lambda: read(bodies.object_of(raw), name))
-        if int(self._host.status().get("queued") or 0) >= self._intake.limits.n_queued:
-            raise ApiError(429, "too many requests wait already; try again", code="queue_full")
-        form = Form(secrets.token_hex(12), asked.model, int(time.time()), asked.is_chat)
-        stream = await self._host.generate(asked.request)
+        asked, n_bytes = await self._intake.read(request, lambda body: read(body, name))
+        self._refuse_hopeless(asked)
+        form = Form(
+            secrets.token_hex(12), asked.model, int(time.time()), is_chat=asked.is_chat, with_usage=asked.with_usage
+        )
+        answer = self._begin(n_bytes)
         try:
+            stream = answer.stream = await self._generate(asked)
             if not asked.is_stream:
                 return await self._whole(request, stream, form)
-            first = await _unless_gone(request, _first_of(stream, self._room()))
+            first = await _unless_gone(request, self._first_of(stream))
         except BaseException:
-            stream.cancel()
+            answer.end()
             raise
-        chunks = self._chunks(stream, form, first, with_usage=asked.with_usage)
-        return EventStream(chunks, on_gone=stream.cancel, write_s=self._intake.limits.write_s)
+        else:
+            chunks = self._chunks(stream, form, first)
+            return EventStream(chunks, on_gone=answer.end, write_s=self._intake.limits.write_s)
+        finally:
+            if not asked.is_stream:
+                answer.end()
 
-    def _room(self) -> int:
-        """Most tokens that a sequence can hold."""
-        placement = self._host.status().get("placement") or {}
-        n_ctx, n_seq_max = int(placement.get("n_ctx") or 0), int(placement.get("n_seq_max") or 1)
-        return n_ctx if placement.get("kv_unified") else n_ctx // n_seq_max
+    def _begin(self, n_bytes: int) -> _Answer:
+        """Note that an answer is under way.
+
+        Raises:
+            ApiError: there is no room for it, or the server is being stopped.
+        """
+        if self._is_draining:
+            raise ApiError(503, "the server is being stopped", code="stopping")
+        limits = self._intake.limits
+        if int(self._host.status().get("queued") or 0) >= limits.n_queued:
+            raise ApiError(429, "too many requests wait already; try again", code="queue_full")
+        if self._n_held + n_bytes > limits.held_bytes:
+            raise ApiError(429, "too many long requests are under way; try again", code="queue_full")
+        self._n_open += 1
+        self._n_held += n_bytes
+        self._idle.clear()
+        return _Answer(self, n_bytes)
+
+    async def _generate(self, asked: Asked) -> Stream:
+        try:
+            return await self._host.generate(asked.request)
+        except Busy as error:
+            is_ending = self._host.status()["state"] == "stopping"
+            raise ApiError(503 if is_ending else 429, str(error), code="stopping" if is_ending else "busy") from error
+
+    def _refuse_hopeless(self, asked: Asked) -> None:
+        """Refuse what no sequence could hold, before others have to wait for its tokens."""
+        status = self._host.status()
+        room, n_vocab = room_of(status.get("placement") or {}), (status.get("model") or {}).get("n_vocab")
+        tokens = asked.request.tokens
+        if tokens is not None and n_vocab and max(tokens) >= int(n_vocab):
+            raise ApiError(400, f"prompt has token {max(tokens)}; the model has 0 to {n_vocab - 1}", param="prompt")
+        if room and (len(tokens) > room if tokens is not None else asked.n_text_bytes > room * _MAX_BYTES_PER_TOKEN):
+            found = f"{asked.n_text_bytes} bytes" if tokens is None else f"{len(tokens)} tokens"
+            message = f"the prompt of {found} does not fit: n_ctx is {room} tokens a sequence"
+            raise ApiError(400, message, code="context_length_exceeded")
 
     async def _whole(self, request: Request, stream: Stream, form: Form) -> Response:
         """Wait for the whole answer."""
@@ -120,11 +197,18 @@ class Chat:
 
         text, done = await _unless_gone(request, collect())
         self._on_done(done)
-        _refuse_failed(done)
+        if (failure := self._failure(done)) is not None:
+            raise failure
         return JSONResponse(form.whole(text, done))
 
-    async def _chunks(self, stream: Stream, form: Form, event: Any, *, with_usage: bool) -> AsyncIterator[bytes]:
-        """Give the bytes of a stream whose first event is there."""
+    async def _chunks(self, stream: Stream, form: Form, event: Any) -> AsyncGenerator[bytes, None]:
+        """Give the bytes of a stream.
+
+        Args:
+            stream: its events.
+            form: what the chunks have in common.
+            event: the first event, which is there already; None where it was not worth waiting for.
+        """
         if (opening := form.first()) is not None:
             yield answers.data(opening)
         events = aiter(stream)
@@ -133,33 +217,59 @@ class Chat:
                 case Delta(text=text) if text:
                     yield answers.data(form.piece(text))
                 case Paused(why=why):
-                    yield answers.comment(f"waiting: {why}".replace("\n", " "))
+                    yield answers.comment(f"waiting: {why}")
                 case Done():
                     self._on_done(event)
-                    for part in _ending(form, event, with_usage=with_usage):
+                    for part in self._ending(form, event):
                         yield part
                     return
                 case None:
                     yield answers.comment("waiting")
             event = await _next(events)
 
+    def _ending(self, form: Form, done: Done) -> list[bytes]:
+        failure = self._failure(done)
+        if failure is not None:
+            return [answers.data(failure.body)]
+        counts = [answers.data(form.counts(done))] if form.with_usage else []
+        return [answers.data(form.last(done)), *counts, answers.DONE]
 
-def _ending(form: Form, done: Done, *, with_usage: bool) -> list[bytes]:
-    if answers.finish_reason(done.why) is None:
-        return [answers.data(_failed(done).body)]
-    counts = [answers.data(form.counts(done))] if with_usage else []
-    return [answers.data(form.last(done)), *counts, answers.DONE]
+    async def _first_of(self, stream: Stream) -> Any:
+        """Wait for the first event that says that something will come; an error before it is a status.
+
+        Returns:
+            The event; None where none came for a while: then it is time for a client to hear anything at all.
+        """
+        room = room_of(self._host.status().get("placement") or {})
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_SILENCE_S):
+                async for event in stream:
+                    if isinstance(event, Done) and (failure := self._failure(event)) is not None:
+                        self._on_done(event)
+                        raise failure
+                    # A prompt that cannot fit is begun all the same, and ends before its first token.
+                    if isinstance(event, Delta | Done) or (isinstance(event, Begun) and event.n_prompt < room):
+                        return event
+        return None
+
+    def _failure(self, done: Done) -> ApiError | None:
+        """Give the error of an answer that did not come, or not to its end."""
+        if done.why is Why.CONTEXT and not done.n_predicted:
+            message = done.message or f"the prompt of {done.n_prompt} tokens does not fit the context"
+            return ApiError(400, message, code="context_length_exceeded")
+        if answers.finish_reason(done.why) is not None:
+            return None
+        if done.why is Why.CANCELLED or self._host.status()["state"] in {"stopping", "parked"}:
+            return ApiError(503, done.message or "the session is being stopped", code="stopped")
+        if done.fault in {Fault.CONFIG, Fault.MODEL}:
+            return ApiError(400, done.message or "the prompt cannot be used", code="invalid_prompt")
+        return ApiError(500, done.message or "the answer could not be generated", code="failed")
 
 
-async def _first_of(stream: Stream, room: int) -> Any:
-    """Wait for the first event that says that something will come; an error before it is a status."""
-    async for event in stream:
-        if isinstance(event, Done):
-            _refuse_failed(event)
-        # A prompt that cannot fit is begun all the same, and ends before its first token.
-        if isinstance(event, Delta | Done) or (isinstance(event, Begun) and event.n_prompt < room):
-            return event
-    raise ApiError(503, "the session was closed", code="closed")
+def room_of(placement: Mapping[str, Any]) -> int:
+    """Give the most tokens that a sequence of a placement can hold; 0 where that is not known yet."""
+    n_ctx, n_seq_max = int(placement.get("n_ctx") or 0), int(placement.get("n_seq_max") or 1)
+    return n_ctx if placement.get("kv_unified") else n_ctx // n_seq_max
 
 
 async def _next(events: AsyncIterator[Any]) -> Any:
@@ -190,19 +300,4 @@ async def _unless_gone(request: Request, work: Any) -> Any:
         await asyncio.wait({working, leaving})
 
 
-def _refuse_failed(done: Done) -> None:
-    """Raise what an answer that did not come is worth."""
-    if done.why is Why.CONTEXT and not done.n_predicted:
-        message = done.message or f"the prompt of {done.n_prompt} tokens does not fit the context"
-        raise ApiError(400, message, code="context_length_exceeded")
-    if answers.finish_reason(done.why) is None:
-        raise _failed(done)
-
-
-def _failed(done: Done) -> ApiError:
-    if done.why is Why.CANCELLED:
-        return ApiError(503, done.message or "the session is being stopped", code="stopped")
-    return ApiError(500, done.message or "the answer could not be generated", code="failed")
-
-
-__all__ = ["Chat"]
+__all__ = ["Chat", "room_of"]

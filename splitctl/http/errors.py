@@ -31,8 +31,8 @@ _TYPES = {
     408: "timeout_error",
     409: "conflict_error",
     413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     503: "unavailable_error",
 }
 

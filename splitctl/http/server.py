@@ -1,8 +1,8 @@
-"""The HTTP server within the supervisor's loop: its socket, its end, and clients that do not say what they want.
+"""The HTTP server within the supervisor's loop: its socket, its beginning and its end.
 
 Laws:
     1. Signals are the command line's: the server takes none.
-    2. A connection that brings no whole request in its time is closed, as is one too many.
+    2. A server that ends takes no more requests for text, lets answers under way end for a while, and then tells them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from splitctl.errors import ConfigInvalid
 from splitctl.host.control import Hosted
-from splitctl.http.app import build_app
-from splitctl.http.guard import Limits
+from splitctl.http.app import Service
+from splitctl.http.connections import MAX_HEAD_BYTES, connection_class
+from splitctl.http.intake import Limits
 from splitctl.http.watch import Watch
 
-#: Bytes of a request's first line and headers.
-_MAX_HEADERS = 32 << 10
-#: From accepting a connection, or its last answer, to a whole head of a request [seconds].
-_HEAD_S = 20.0
+#: From an answer to the next request on its connection [seconds].
 _KEEP_ALIVE_S = 15
 #: For answers under way when the server ends [seconds].
 _GRACE_S = 5
@@ -45,8 +42,8 @@ class HttpConfig:
         api_keys: any of them opens; none: no key is asked for.
         origins: pages elsewhere that may use it.
         folder: where files are saved and restored; None: nowhere.
-        limits: what one client may take.
-        n_connections: at once.
+        limits: what clients may take.
+        drain_s: for answers under way, when the server is told to end, seconds.
     """
 
     host: str = "127.0.0.1"
@@ -55,7 +52,7 @@ class HttpConfig:
     origins: tuple[str, ...] = ()
     folder: Path | None = None
     limits: Limits = field(default_factory=Limits)
-    n_connections: int = 512
+    drain_s: float = 5.0
 
 
 class HttpServer:
@@ -79,6 +76,7 @@ class HttpServer:
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._watch = Watch(host)
+        self._service: Service | None = None
 
     @property
     def url(self) -> str:
@@ -103,6 +101,8 @@ class HttpServer:
             try:
                 listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 listening.bind(address)
+                # Until then somebody else may take the port.
+                listening.listen(_BACKLOG)
             except BaseException:
                 listening.close()
                 raise
@@ -118,7 +118,7 @@ class HttpServer:
         """Begin to answer."""
         config = self._config
         is_loopback = _is_loopback(self._sockets[0].getsockname()[0])
-        app = build_app(
+        self._service = service = Service(
             self._host,
             watch=self._watch,
             tell=self._tell,
@@ -131,15 +131,17 @@ class HttpServer:
         )
         self._server = _Server(
             uvicorn.Config(
-                app,
-                http=_patient(config.n_connections),
+                service.app,
+                http=connection_class(config.limits),
                 ws="none",
                 lifespan="off",
                 log_config=None,
+                # What clients do wrong is told to them; a line each would fill the log.
+                log_level="critical",
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                h11_max_incomplete_event_size=_MAX_HEADERS,
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=_GRACE_S,
                 backlog=_BACKLOG,
@@ -149,6 +151,11 @@ class HttpServer:
             self._tell("warning: other machines can reach this server, and no key is asked for; see --api-key")
         self._watch.start()
         self._serving = asyncio.create_task(self._server.serve(self._sockets))
+
+    async def drain(self) -> None:
+        """Take no more requests for text, and wait for a while until those under way are answered."""
+        if self._service is not None:
+            await self._service.chat.drain(self._config.drain_s)
 
     async def close(self) -> None:
         """Take no more requests, let answers under way end, and close."""
@@ -170,56 +177,6 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Take none."""
         yield
-
-
-def _patient(n_connections: int) -> type[H11Protocol]:
-    """Make the class of connections: each brings a whole request in its time, and there are not more than so many."""
-
-    class Patient(H11Protocol):
-        """A connection."""
-
-        _waiting: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            """Take a connection, unless it is one too many."""
-            super().connection_made(transport)
-            if len(self.connections) > n_connections:
-                transport.abort()
-                return
-            self._wait()
-
-        def data_received(self, data: bytes) -> None:
-            """Take bytes; time runs until they are a whole head."""
-            super().data_received(data)
-            if self._is_answering:
-                self._wait_no_more()
-            elif self._waiting is None:
-                self._wait()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            """Let go."""
-            self._wait_no_more()
-            super().connection_lost(exc)
-
-        @property
-        def _is_answering(self) -> bool:
-            cycle: Any = self.cycle  # None before the first request, whatever its type says
-            return cycle is not None and not cycle.response_complete
-
-        def _wait(self) -> None:
-            self._waiting = self.loop.call_later(_HEAD_S, self._give_up)
-
-        def _wait_no_more(self) -> None:
-            if self._waiting is not None:
-                self._waiting.cancel()
-                self._waiting = None
-
-        def _give_up(self) -> None:
-            self._waiting = None
-            if not self._is_answering:
-                self.transport.abort()
-
-    return Patient
 
 
 def _is_loopback(address: Any) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 
 from starlette.responses import Response
 
@@ -13,7 +14,7 @@ from splitctl.http.guard import Receive, Scope, Send
 class EventStream(Response):
     """Sends chunks as they come."""
 
-    def __init__(self, chunks: AsyncIterator[bytes], *, on_gone: Callable[[], None], write_s: float) -> None:
+    def __init__(self, chunks: AsyncGenerator[bytes], *, on_gone: Callable[[], None], write_s: float) -> None:
         """Take the chunks.
 
         Args:
@@ -32,7 +33,11 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send them until they end, or the client is gone."""
-        del scope
+        if scope["method"] == "HEAD":
+            self._on_gone()
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            return
         sending = asyncio.ensure_future(self._send_all(send))
         leaving = asyncio.ensure_future(hung_up(receive))
         try:
@@ -47,9 +52,10 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for chunk in self._chunks:
-            async with asyncio.timeout(self._write_s):
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        async with aclosing(self._chunks) as chunks:
+            async for chunk in chunks:
+                async with asyncio.timeout(self._write_s):
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
