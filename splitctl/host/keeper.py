@@ -321,15 +321,18 @@ class Keeper:
         if self._opening is not None and not self._opening.done():
             self._opening.set_result(self._last_end)
         elif self.state is HostState.SERVING:
-            self._lost(life.pid, self._last_end.reason)
+            self._lost(life.pid, self._last_end)
         else:
             # Whoever opened it, or is closing it, goes on from here.
             self.desk.lost(self._last_end.reason)
 
-    def _lost(self, pid: int, reason: str) -> None:
+    def _lost(self, pid: int, end: End) -> None:
         """Note the loss, and begin to recover."""
+        reason = end.reason
         was_idle = not (self.desk.is_expecting or self.traffic.books.is_working)
-        loss = self.switches.loss(had_progress=self.traffic.had_progress, was_idle=was_idle)
+        loss = self.switches.loss(
+            had_progress=self.traffic.had_progress, was_idle=was_idle, was_killed=end.was_killed and not self._blame
+        )
         self.state = HostState.RECOVERING
         self.home, self._lost_at = loss.home, time.monotonic()
         self._recovery.lost(loss)
@@ -353,8 +356,9 @@ class Keeper:
                     self.traffic.drop_stuck(why)
                 self._recovered(opened, reason)
                 return
-            if attempt.seal is None:
+            if attempt.seal is None and not opened.was_killed:
                 unreadable.append(attempt.placement)
+            self._recovery.failed(attempt, was_killed=opened.was_killed)
             why = opened.reason
             self.tell(f"it cannot be served {'from its saved state' if attempt.seal else 'from its tokens'}: {why}")
         await self._park(reason if why == reason else f"{reason}; then {why}")

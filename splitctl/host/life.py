@@ -21,6 +21,9 @@ from splitctl.host.protocol import Event, Failure, HostRequest, ProtocolBroken, 
 from splitctl.host.wire import MessageInvalid, from_object, to_line
 from splitctl.last_words import telling_line
 
+_FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT")
+"""Signals that no library sends itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class End:
@@ -31,12 +34,14 @@ class End:
         failure: what it said itself; None where it was lost.
         lost: the error of a lost one.
         is_wanted: it was told to close, and did.
+        was_killed: somebody else ended it: the system that is short of memory, or a person.
     """
 
     reason: str
     failure: Failure | None = None
     lost: WorkerLost | DeadlineExceeded | None = None
     is_wanted: bool = False
+    was_killed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,7 @@ class Life:
         self._deadline_s = deadline_s
         self._worker = Worker(request, env=dict(env), on_output=self._output, pass_fds=pass_fds)
         self.is_open = False
+        self._is_ended_here = False
         self.end: End | None = None
         self._ended = self._loop.create_future()
         self._thread = threading.Thread(target=self._follow, name="worker", daemon=True)
@@ -113,6 +119,7 @@ class Life:
 
     def kill(self) -> None:
         """End it at once, stopped or not."""
+        self._is_ended_here = True
         self._worker.kill()
 
     async def ended(self) -> End:
@@ -149,7 +156,8 @@ class Life:
                     return end
         except WorkerLost as error:
             why = telling_line(error.log_tail)
-            return End(f"the worker {error.how}{f': {why}' if why else ''}", lost=error)
+            was_killed = not self._is_ended_here and any(name in error.how for name in _FROM_OUTSIDE)
+            return End(f"the worker {error.how}{f': {why}' if why else ''}", lost=error, was_killed=was_killed)
         except DeadlineExceeded as error:
             told = f"the worker made no progress for {error.timeout_s:g} s while {self._worker.stage} and was ended"
             return End(told, lost=error)

@@ -5,7 +5,8 @@ Laws:
        on trial, once that has sealed; else where it serves.
     2. A sealed carry is tried before tokens are read again, and only while its arena still holds it.
     3. Nothing is tried twice for ever: a loss without a token since the last one goes on to the next attempt.
-    4. The last attempt but parking is to serve without the streams over which workers died: one request does not take
+    4. A worker that somebody killed says nothing about what it was trying: that is tried again, a few times.
+    5. The last attempt but parking is to serve without the streams over which workers died: one request does not take
        the session from everybody else.
 """
 
@@ -17,8 +18,9 @@ from dataclasses import dataclass
 from splitctl.keeping import Seal
 from splitctl.placement import Placement
 
-#: Workers that may die one after the other while they had nothing to do, before that counts as a failed attempt.
-_IDLE_LOSSES = 3
+#: Workers that may be killed from outside, or die while they had nothing to do, one after the other, before that counts
+#: as a failed attempt.
+_FORGIVEN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class Loss:
         target: where a switch was to bring it; None without one under way or on trial.
         had_progress: a token has come since the last loss, or there was none.
         was_idle: the worker had nothing to do.
+        was_killed: somebody else ended it: the system that is short of memory, or a person.
     """
 
     home: Placement
@@ -55,6 +58,7 @@ class Loss:
     target: Placement | None = None
     had_progress: bool = True
     was_idle: bool = False
+    was_killed: bool = False
 
 
 def attempts(loss: Loss) -> tuple[Attempt, ...]:
@@ -82,7 +86,7 @@ class Recovery:
     def __init__(self) -> None:
         """Begin with none."""
         self._left: list[Attempt] = []
-        self._n_idle = 0
+        self._n_forgiven = 0
 
     def lost(self, loss: Loss) -> None:
         """Note that a serving worker is gone.
@@ -90,12 +94,24 @@ class Recovery:
         Args:
             loss: what is known.
         """
-        self._n_idle = 0 if loss.had_progress or not loss.was_idle else self._n_idle + 1
-        is_loop = not loss.had_progress and loss.target is None
-        if is_loop and loss.was_idle and self._n_idle <= _IDLE_LOSSES:
-            is_loop = False
-        if not is_loop:
+        if loss.had_progress:
+            self._n_forgiven = 0
+        if loss.had_progress or loss.target is not None or self._is_forgiven(loss.was_idle or loss.was_killed):
             self._left = list(attempts(loss))
+
+    def failed(self, attempt: Attempt, *, was_killed: bool) -> None:
+        """Note that a worker is gone which was to serve by an attempt.
+
+        Args:
+            attempt: the attempt.
+            was_killed: somebody else ended it.
+        """
+        if self._is_forgiven(was_killed):
+            self._left.insert(0, attempt)
+
+    def _is_forgiven(self, is_no_fault: bool) -> bool:  # noqa: FBT001 - private
+        self._n_forgiven += is_no_fault
+        return is_no_fault and self._n_forgiven <= _FORGIVEN
 
     def next(self, seals: Collection[Seal]) -> Attempt | None:
         """Give what is to be tried now.

@@ -217,8 +217,8 @@ class Switches:
 
     # ---- a worker is gone ----
 
-    def loss(self, *, had_progress: bool, was_idle: bool) -> Loss:
-        """Say where the session belongs, now that its worker is gone.
+    def loss(self, *, had_progress: bool, was_idle: bool, was_killed: bool) -> Loss:
+        """Say where the session belongs, now that its worker is gone; the arguments are the loss's.
 
         Raises:
             ReportWrong: it has never served.
@@ -234,7 +234,7 @@ class Switches:
         elif trial is not None:
             home, seal, target = trial.original, trial.seal, self.effective
         held = seal if seal in self.seals else None
-        return Loss(home, held, self.previous, target, had_progress, was_idle)
+        return Loss(home, held, self.previous, target, had_progress, was_idle, was_killed)
 
     def recovered(
         self,

@@ -68,7 +68,7 @@ def _on_trial() -> Switches:
 
 
 def _loss(switches: Switches) -> Loss:
-    return switches.loss(had_progress=True, was_idle=False)
+    return switches.loss(had_progress=True, was_idle=False, was_killed=False)
 
 
 # ---- the attempts ----
@@ -127,6 +127,24 @@ def test_a_worker_that_dies_idle_is_made_again_a_few_times() -> None:
     recovery.lost(dataclasses.replace(idle, had_progress=True))
     recovery.lost(idle)
     assert recovery.next([OLD]) == Attempt(LAYER, OLD)
+
+
+def test_what_was_killed_from_outside_is_tried_again() -> None:
+    """A kill says nothing about the attempt: three are forgiven, while it opens and while it serves, then none is."""
+    recovery = Recovery()
+    recovery.lost(Loss(LAYER))
+    assert recovery.next([]) == Attempt(LAYER)
+    for _ in range(2):
+        recovery.failed(Attempt(LAYER), was_killed=True)
+        assert recovery.next([]) == Attempt(LAYER)
+    killed = Loss(LAYER, had_progress=False, was_killed=True)
+    recovery.lost(killed)
+    assert recovery.next([]) == Attempt(LAYER)
+    recovery.failed(Attempt(LAYER), was_killed=True)
+    assert recovery.next([]) == Attempt(LAYER, drops_streams=True)
+    recovery.lost(dataclasses.replace(killed, had_progress=True))
+    recovery.failed(Attempt(LAYER), was_killed=False)
+    assert recovery.next([]) == Attempt(LAYER)
 
 
 def test_a_loss_in_a_switch_begins_anew() -> None:
