@@ -52,7 +52,7 @@ class Gaps:
 
     @property
     def is_right(self) -> bool:
-        """Whether every token is the likeliest, up to the order of floats, in a text that would show a lost one."""
+        """Whether every token is the likeliest, up to the order of floats, which is less than a lost token does."""
         return self.n > 0 and self.worst <= min(TOLERANCE, self.control / 2)
 
 
