@@ -19,10 +19,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from splitctl.http.errors import ApiError
-from splitctl.http.intake import Limits
-
-#: Bytes of a request's first line and headers.
-MAX_HEAD_BYTES = 32 << 10
+from splitctl.http.intake import Limits, head_too_long
 
 #: For a client to stop sending, after an answer that ends its connection [seconds].
 _LINGER_S = 2.0
@@ -141,10 +138,8 @@ def connection_class(limits: Limits) -> type[Patient]:
 
 def _said(status: int, why: str) -> ApiError:
     if status == 431:
-        return ApiError(
-            431, f"the head of the request is too long; {MAX_HEAD_BYTES} bytes at most", code="head_too_long"
-        )
+        return head_too_long()
     return ApiError(status, f"this is no HTTP/1.1 request: {why[:80]}", code="not_http")
 
 
-__all__ = ["MAX_HEAD_BYTES", "Patient", "connection_class"]
+__all__ = ["Patient", "connection_class"]

@@ -75,6 +75,9 @@ class ApiError(Exception):
         headers = {"Retry-After": "1"} if self.status in {429, 503} else {}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
+        if self.status in {408, 431}:
+            # What still comes is no request.
+            headers["Connection"] = "close"
         return JSONResponse(self.body, self.status, headers)
 
 

@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from splitctl.errors import SplitctlError
 from splitctl.http.errors import ApiError, api_error
+from splitctl.http.intake import MAX_HEAD_BYTES, head_too_long
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -95,6 +96,10 @@ class Guard:
             await failure.response()(scope, receive, send)
 
     def _judge(self, scope: Scope) -> None:
+        # h11 lets a longer one pass that came in one piece.
+        n_head = len(scope["raw_path"]) + len(scope["query_string"])
+        if n_head + sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:
+            raise head_too_long()
         headers = Headers(scope=scope)
         self._judge_host(headers)
         if scope["method"] not in _SAFE_METHODS or scope["path"] not in OPEN_PATHS:

@@ -19,6 +19,9 @@ from splitctl.http.errors import ApiError
 
 _T = TypeVar("_T")
 
+#: Bytes of a request's first line and headers.
+MAX_HEAD_BYTES = 32 << 10
+
 #: A longer body is read by a thread, one at a time: the loop has tokens to pass on, and objects take many times the
 #: bytes that they were written in [bytes].
 _LONG_BYTES = 1 << 16
@@ -123,8 +126,13 @@ def _read_long(raw: bytes, read: Callable[[dict[str, Any]], _T]) -> _T:
     return read(object_of(raw))
 
 
+def head_too_long() -> ApiError:
+    """Refuse a request for its first line and headers."""
+    return ApiError(431, f"the head of the request is too long; {MAX_HEAD_BYTES} bytes at most", code="head_too_long")
+
+
 def _too_long(most: int) -> ApiError:
     return ApiError(413, f"the body is too long; {most} bytes at most", code="body_too_long")
 
 
-__all__ = ["Intake", "Limits"]
+__all__ = ["MAX_HEAD_BYTES", "Intake", "Limits", "head_too_long"]

@@ -21,8 +21,8 @@ import uvicorn
 from splitctl.errors import ConfigInvalid
 from splitctl.host.control import Hosted
 from splitctl.http.app import Service
-from splitctl.http.connections import MAX_HEAD_BYTES, connection_class
-from splitctl.http.intake import Limits
+from splitctl.http.connections import connection_class
+from splitctl.http.intake import MAX_HEAD_BYTES, Limits
 from splitctl.http.watch import Watch
 
 #: From an answer to the next request on its connection [seconds].

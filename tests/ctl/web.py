@@ -68,17 +68,8 @@ class Web:
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
         """Send one request; a body that is no bytes is sent as JSON."""
-        raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         sent = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        connection = self.connect()
-        try:
-            named = {name.replace("_", "-"): value for name, value in headers.items()}
-            connection.request(method, path, raw, {**sent, "Content-Type": "application/json", **named})
-            response = connection.getresponse()
-            got = {name.lower(): value for name, value in response.getheaders()}
-            return Answer(response.status, got, response.read())
-        finally:
-            connection.close()
+        return asked(self.port, method, path, body, **{**sent, **headers})
 
     def get(self, path: str, **headers: str) -> Answer:
         """Ask for something."""
@@ -98,6 +89,20 @@ def web(home: House, *arguments: str | Path, key: str = "", name: str = "default
         yield Web(host, port, key)
 
 
+def asked(port: int, method: str, path: str, body: Any = None, **headers: str) -> Answer:
+    """Send one request to a port of this machine; a body that is no bytes is sent as JSON."""
+    raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=GUARD_S)
+    try:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, raw, {"Content-Type": "application/json", **named})
+        response = connection.getresponse()
+        got = {name.lower(): value for name, value in response.getheaders()}
+        return Answer(response.status, got, response.read())
+    finally:
+        connection.close()
+
+
 def free_port() -> int:
     """Find a port that nobody has."""
     with socket.socket() as probe:
@@ -111,4 +116,4 @@ def events(raw: bytes) -> list[Any]:
     return [one if one == "[DONE]" else json.loads(one) for one in datas]
 
 
-__all__ = ["Answer", "Web", "events", "free_port", "web"]
+__all__ = ["Answer", "Web", "asked", "events", "free_port", "web"]

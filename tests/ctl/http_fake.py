@@ -1,0 +1,204 @@
+"""A session that obeys the test, behind a real HTTP server in a thread: it can be tried step by step."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from splitctl.host.events import Hub
+from splitctl.host.requests import GenerateRequest
+from splitctl.host.streams import Done, Stream, Why
+from splitctl.http import HttpConfig, HttpServer
+from tests.ctl.web import Answer, asked
+
+_T = TypeVar("_T")
+WAIT_S = 60.0
+"""How long anything may take before a test fails; no test measures it."""
+
+
+class FakeSession:
+    """Does what the test says. Its streams are real ones, which the test feeds."""
+
+    def __init__(self) -> None:
+        self.hub = Hub()
+        self.streams: asyncio.Queue[Stream] = asyncio.Queue()
+        self.requests: list[GenerateRequest] = []
+        self.cancelled = threading.Event()
+        self.error: Exception | None = None
+        self.state = "serving"
+        self.more: dict[str, Any] = {}
+
+    def status(self) -> dict[str, Any]:
+        """Say what the test wants."""
+        placement = {"mode": "layer", "devices": ["CPU"], "n_ctx": 4096, "n_seq_max": 2, "kv_unified": True}
+        sequences = [{"seq_id": number, "n_tokens": 0, "state": "idle"} for number in range(2)]
+        model = {"path": "/somewhere/fake.gguf", "name": "fake", "n_vocab": 100}
+        return {
+            "name": "fake",
+            "state": self.state,
+            "requested": "layer",
+            "effective": "layer",
+            "placement": placement,
+            "sequences": sequences,
+            "model": model,
+            "queued": 0,
+            **self.more,
+        }
+
+    async def generate(self, request: GenerateRequest) -> Stream:
+        """Begin a stream and give it to the test."""
+        self._fail()
+        self.requests.append(request)
+        stream = Stream(len(self.requests), request.sampler.stop, lambda _: self._cancel(stream))
+        self.streams.put_nowait(stream)
+        return stream
+
+    def _cancel(self, stream: Stream) -> None:
+        self.cancelled.set()
+        stream.end(Done(Why.CANCELLED))
+
+    async def switch(self, changes: Mapping[str, Any], **_more: Any) -> dict[str, Any]:
+        """Say what was asked."""
+        self._fail()
+        return {"status": "switched", "requested": changes["mode"].value}
+
+    def cancel_switch(self) -> None:
+        """Note it."""
+        self.cancelled.set()
+
+    async def check(self, changes: Mapping[str, Any], **_more: Any) -> dict[str, Any]:
+        """Allow everything but a row split."""
+        self._fail()
+        reasons = [{"code": "no-row", "text": "this build has no row mode"}] if changes["mode"].value == "row" else []
+        return {"reasons": reasons, "expected_s": None}
+
+    async def save(self, path: Path) -> dict[str, Any]:
+        """Write nothing."""
+        self._fail()
+        return {"path": str(path), "bytes": 0, "sequences": 0, "tokens": 0}
+
+    async def restore(self, path: Path) -> dict[str, Any]:
+        """Read nothing."""
+        self._fail()
+        return {"path": str(path)}
+
+    def subscribe(self) -> AsyncIterator[Any]:
+        """Watch."""
+        return self.hub.subscribe()
+
+    def _fail(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A fake session that is served.
+
+    Args:
+        session: to obey.
+        server: to look into.
+        loop: the server's.
+        port: its port on this machine.
+        lines: its log.
+    """
+
+    session: FakeSession
+    server: HttpServer
+    loop: asyncio.AbstractEventLoop
+    port: int
+    lines: list[str]
+
+    def await_(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run something in the server's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(WAIT_S)
+
+    def call(self, function: Callable[[], _T]) -> _T:
+        """Call something in the server's loop."""
+
+        async def run() -> _T:
+            return function()
+
+        return self.await_(run())
+
+    def stream(self) -> Stream:
+        """Take the next stream that a client began."""
+        return self.await_(self.session.streams.get())
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
+        """Send one request."""
+        return asked(self.port, method, path, body, **headers)
+
+    def get(self, path: str, **headers: str) -> Answer:
+        """Ask for something."""
+        return self.ask("GET", path, **headers)
+
+    def post(self, path: str, body: Any, **headers: str) -> Answer:
+        """Send something."""
+        return self.ask("POST", path, body, **headers)
+
+    def connect(self, *, n_buffer: int = 0) -> socket.socket:
+        """Open a connection; with a small buffer the server notices soon that nobody reads."""
+        end = socket.socket()
+        if n_buffer:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, n_buffer)
+        end.settimeout(WAIT_S)
+        end.connect(("127.0.0.1", self.port))
+        return end
+
+    def say(self, raw: bytes) -> bytes:
+        """Send bytes and nothing more; give what comes back until the server closes."""
+        with self.connect() as end:
+            end.sendall(raw)
+            return rest(end)
+
+
+def rest(end: socket.socket) -> bytes:
+    """Read to the end of a connection; one that is reset has ended."""
+    got = b""
+    try:
+        while chunk := end.recv(1 << 16):
+            got += chunk
+    except ConnectionError:
+        pass
+    return got
+
+
+@contextmanager
+def site(config: HttpConfig | None = None) -> Iterator[Site]:
+    """Serve a fake session on a free port until the block ends."""
+    made: list[Site] = []
+    ready = threading.Event()
+    ends: list[Callable[[], Any]] = []
+
+    async def main() -> None:
+        loop, over = asyncio.get_running_loop(), asyncio.Event()
+        ends.append(lambda: loop.call_soon_threadsafe(over.set))
+        session, lines = FakeSession(), []  # type: ignore[var-annotated]
+        server = HttpServer(session, config or HttpConfig(port=0), tell=lines.append)
+        server.listen()
+        await server.start()
+        port = int(server.url.rpartition(":")[2])
+        made.append(Site(session, server, loop, port, lines))
+        ready.set()
+        await over.wait()
+        session.hub.close()
+        await server.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    assert ready.wait(WAIT_S)
+    try:
+        yield made[0]
+    finally:
+        ends[0]()
+        thread.join()
+
+
+__all__ = ["WAIT_S", "FakeSession", "Site", "rest", "site"]
