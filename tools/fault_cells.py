@@ -42,6 +42,8 @@ class Kind(enum.Enum):
 
 #: Kinds of which the worker is lost.
 LETHAL = frozenset(Kind) - {Kind.FAILS, Kind.DAMAGED, Kind.FAILS_FOR_EVER}
+#: Kinds that show by silence alone.
+SILENT = frozenset({Kind.STOPPED, Kind.HANGS, Kind.HANGS_FOR_EVER})
 ONCE = tuple(kind for kind in Kind if not kind.is_for_ever)
 FOR_EVER = tuple(kind for kind in Kind if kind.is_for_ever)
 #: Kinds that need no stub: a signal from outside will do, whichever the library.
@@ -229,6 +231,7 @@ __all__ = [
     "LETHAL",
     "N_STREAMS",
     "ONCE",
+    "SILENT",
     "STAGES",
     "UNSEALED",
     "WAYS",

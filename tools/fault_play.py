@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from fault_cells import LETHAL, Cell, End
+from fault_cells import LETHAL, SILENT, Cell, End
 
 import statecodec
 from splitctl import carry as carries
@@ -31,7 +31,7 @@ from tests.stublib import FaultFile
 #: A switch is ordered when every stream has so many tokens.
 N_BEFORE = 4
 #: Nothing in a cell takes as long; a hang of ours is a failure too [seconds].
-GUARD_S = 120.0
+GUARD_S = 240.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Ground:
         n_predict: tokens that each stream is to draw.
         n_ctx: size of the context [tokens].
         folder: for verdicts, faults and carries of all cells.
-        deadline_s: longest silence of a worker that has work [seconds].
+        deadline_s: longest silence of a worker that has work, where the fault is a silence [seconds].
         env: added to the workers' environment.
         is_exact: tokens and bytes are the same however they were computed, as the stub's are.
     """
@@ -69,7 +69,7 @@ class Ground:
         n, is_cut = len(text.tokens), text.done.why is Why.LENGTH
         return [f"it has {n} tokens and not {self.n_predict}"] if is_cut and n != self.n_predict else []
 
-    def config(self, mode: str, n_streams: int, folder: Path) -> HostConfig:
+    def config(self, mode: str, n_streams: int, folder: Path, *, is_silent: bool) -> HostConfig:
         """Say how a session is to be hosted."""
         placement = Placement(
             mode=SplitMode(mode),
@@ -88,7 +88,7 @@ class Ground:
             library=self.library,
             placement=placement,
             name="faults",
-            deadline_s=self.deadline_s,
+            deadline_s=self.deadline_s if is_silent else GUARD_S,
             state_folder=folder / "sessions",
         )
 
@@ -164,7 +164,7 @@ class Played:
 class Play:
     """One hosted session, and clients that read its streams."""
 
-    def __init__(self, ground: Ground, mode: str, n_streams: int, *, is_greedy: bool) -> None:
+    def __init__(self, ground: Ground, mode: str, n_streams: int, *, is_greedy: bool, is_silent: bool = False) -> None:
         self.ground = ground
         self.n_streams = n_streams
         self.is_greedy = is_greedy
@@ -174,7 +174,7 @@ class Play:
         self.texts: list[Text] = []
         self.pids: set[int] = set()
         self.supervisor = Supervisor(
-            ground.config(mode, n_streams, self.folder),
+            ground.config(mode, n_streams, self.folder, is_silent=is_silent),
             env=ground.environment(self.armed, self.folder),
             tell=self.said.append,
         )
@@ -280,7 +280,8 @@ async def play_cell(ground: Ground, cell: Cell, wanted: Reference | None) -> Pla
 
 
 async def _play(ground: Ground, cell: Cell, wanted: Reference | None, played: Played) -> None:
-    play = Play(ground, cell.start, cell.n_streams, is_greedy=cell.end is End.PARKED or wanted is None)
+    is_greedy = cell.end is End.PARKED or wanted is None
+    play = Play(ground, cell.start, cell.n_streams, is_greedy=is_greedy, is_silent=cell.kind in SILENT)
     await play.supervisor.start()
     try:
         play.status()

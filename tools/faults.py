@@ -42,8 +42,8 @@ from llama_native import NativeError, discover  # noqa: E402
 from tests.stublib import COMPILER, build, write_model  # noqa: E402
 
 #: A worker that is asked to do something and says nothing for so long counts as hung [seconds].
-STUB_DEADLINE_S = 3.0
-REAL_DEADLINE_S = 6.0
+STUB_DEADLINE_S = 4.0
+REAL_DEADLINE_S = 8.0
 #: Microseconds that a decode of the stub takes, so that streams last longer than a switch waits for its turn.
 _PACE_US = 4000
 
