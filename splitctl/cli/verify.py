@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
+from rich.box import HEAVY_HEAD, SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -54,8 +55,9 @@ _COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
     ("buffers", "right"),
 )
 
-#: Where nobody looks at a terminal the table is as wide as it needs [columns].
-_WIDTH = 180
+#: The whole table wants such a terminal; a narrower one gets the first columns [columns].
+_FULL_WIDTH = 150
+_N_NARROW = 9
 
 _WHERE = {"both": (True, False), "devices": (True,), "host": (False,)}
 
@@ -173,7 +175,8 @@ def verify(
         if report.failure is not None:
             failure = report.failure
             return screen.fail(failure.kind, failure.message, EXIT_OF_FAULT[failure.fault])
-        return _finish(asked, report, screen, as_json=as_json)
+    # The bar is gone now, and leaves the terminal to the table.
+    return _finish(asked, report, screen, as_json=as_json)
 
 
 def _facts(model: Path) -> ModelFacts:
@@ -291,34 +294,41 @@ def _said(found: dict[str, Any]) -> str:
 def _show(body: dict[str, Any]) -> None:
     """Print the table, and below it what is said of cells that are not simply right."""
     library, model = body["library"] or {}, body["model"]
-    width = None if sys.stdout.isatty() else _WIDTH
+    width = None if sys.stdout.isatty() else _FULL_WIDTH
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True, width=width)
-    table = Table(title=f"{model['name']} ({model['architecture']}) on {library.get('version')}", title_justify="left")
-    for name, justify in _COLUMNS:
+    is_full = console.width >= _FULL_WIDTH
+    title = f"{model['name']} ({model['architecture']}) on {library.get('version')}"
+    table = Table(title=title, title_justify="left", box=HEAVY_HEAD if is_full else SIMPLE_HEAD, pad_edge=is_full)
+    columns = _COLUMNS if is_full else _COLUMNS[:_N_NARROW]
+    for name, justify in columns:
         table.add_column(name, justify=justify, no_wrap=True)
     for number, found in enumerate(body["cells"], start=1):
-        split = "" if found["tensor_split"] is None else ",".join(f"{one:g}" for one in found["tensor_split"])
-        table.add_row(
-            str(number),
-            found["mode"] + (" *" if found["reference"] else ""),
-            found["cache"],
-            f"{found['type_k']}/{found['type_v']}",
-            split,
-            found["verdict"],
-            _number(found.get("nmse"), ".1e"),
-            _top(found),
-            _number(found.get("perplexity"), ".3f"),
-            found.get("text_hash", "-"),
-            _state(found),
-            mib(found.get("rss_peak_bytes")),
-            mib(found.get("buffer_bytes")),
-        )
+        table.add_row(*_row(number, found)[: len(columns)])
     console.print(table)
     console.print("* the others are compared with it: NMSE of the logits, how often the top token is the same")
     for number, found in enumerate(body["cells"], start=1):
         said = _said(found)
         if said != found["verdict"]:
             console.print(f"{number}: {one_line(said)}", markup=False)
+
+
+def _row(number: int, found: dict[str, Any]) -> tuple[str, ...]:
+    """Lay out a cell, a text for each of `_COLUMNS`."""
+    return (
+        str(number),
+        found["mode"] + (" *" if found["reference"] else ""),
+        found["cache"],
+        f"{found['type_k']}/{found['type_v']}",
+        "" if found["tensor_split"] is None else ",".join(f"{one:g}" for one in found["tensor_split"]),
+        found["verdict"],
+        _number(found.get("nmse"), ".1e"),
+        _top(found),
+        _number(found.get("perplexity"), ".3f"),
+        found.get("text_hash", "-"),
+        _state(found),
+        mib(found.get("rss_peak_bytes")),
+        mib(found.get("buffer_bytes")),
+    )
 
 
 def _number(value: float | None, form: str) -> str:
