@@ -89,6 +89,9 @@ GROUPED_STATE = frozenset(
     }
 )
 
+#: Its metadata may name the widths of latent attention, and it keeps whole rows all the same.
+WHOLE_ROWS = frozenset({"plm"})
+
 #: An indexer keeps one more row of keys per token: sparse attention.
 INDEXER = frozenset({"deepseek32", "glm-dsa", "hy_v4", "dots3note", "glm5-next", "qwen4exp", "minimax-m3"})
 

@@ -302,7 +302,8 @@ class _Reading:
                 self._architecture, n_layer, float(bias) if isinstance(bias, int | float) else 0.0
             ),
             has_k_norm=any(".attn_k_norm." in one.name or ".attn_q_norm." in one.name for one in tensors),
-            is_mla=bool(self.size(self._own("attention.key_length_mla"), 0)),
+            is_mla=self._architecture not in architectures.WHOLE_ROWS
+            and bool(self.size(self._own("attention.key_length_mla"), 0)),
             n_embd_indexer=self.size(self._own("attention.indexer.key_length"), 0) if indexed else 0,
             recurrence=recurrence,
             rope=tuple(sorted((key, value) for key, value in values.items() if f"{self._architecture}.rope." in key)),

@@ -50,6 +50,7 @@ WINDOWS: Mapping[str, WindowRule] = {
     "gemma3": WindowRule(6),
     "gemma3n": WindowRule(5),
     "gemma4": WindowRule(-1),
+    "gemma-embedding": WindowRule(6),
     "gpt-oss": WindowRule(2),
     "granite_swa": WindowRule(-1),
     "laguna": WindowRule(4, dense_first=True),
@@ -57,6 +58,7 @@ WINDOWS: Mapping[str, WindowRule] = {
     "maple": WindowRule(-1),
     "mellum": WindowRule(4),
     "mimo2": WindowRule(-1),
+    "modern-bert": WindowRule(3, dense_first=True),
     "muse-glimmer": WindowRule(4),
     "olmo2": WindowRule(4),
     "plamo3": WindowRule(8),
@@ -154,7 +156,7 @@ class _Reading:
         self._loops = max(self.number("num_loops", 1), 1) if facts.architecture == "nanbeige" else 1
         self.n_all = facts.n_layer * self._loops
         self._n_used = self.n_all - min(self.number("nextn_predict_layers", 0), self.n_all)
-        self._mla = bool(self.number("attention.key_length_mla", 0) and self.number("attention.value_length_mla", 0))
+        self._mla = facts.is_mla and self.number("attention.value_length_mla", 0) > 0
         self._is_dsv4 = facts.architecture == "deepseek4"
 
     def number(self, key: str, default: int) -> int:

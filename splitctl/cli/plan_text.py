@@ -69,7 +69,7 @@ def _title(answer: ModeAnswer | SwitchAnswer) -> str:
     """Name an answer."""
     if isinstance(answer, ModeAnswer):
         return answer.plan.placement.mode.value
-    return f"{answer.plan.before.placement.mode.value} -> {answer.plan.after.placement.mode.value}"
+    return f"{answer.plan.before.placement.mode.value}->{answer.plan.after.placement.mode.value}"
 
 
 def show(
@@ -190,5 +190,5 @@ def picture(title: str, answers: Sequence[ModeAnswer | SwitchAnswer], machine: S
         used = sum(part for _, part in parts)
         if room is not None:
             parts.append((_FREE, max(min(room / scale, 1.0) - used, 0.0)))
-        bars.append(Bar(f"{_title(answer)}: {label}"[:14], tuple(parts), _mib(share.total)))
+        bars.append(Bar(f"{_title(answer)}: {label}"[:20], tuple(parts), _mib(share.total)))
     return bars_png(title[:70], [(entry, name) for name, _, _, entry in _PARTS] + [(_FREE, "free")], bars)

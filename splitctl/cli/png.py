@@ -37,7 +37,7 @@ PALETTE = (
     (225, 225, 225),
 )
 PAPER, INK = 0, 1
-_LEFT, _BAR, _ROW, _TOP = 190, 560, 44, 56
+_LEFT, _BAR, _ROW, _TOP = 260, 560, 44, 56
 _RIGHT = 230
 
 

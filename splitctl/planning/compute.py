@@ -140,7 +140,7 @@ def _formula(facts: ModelFacts, placement: Placement, n_devices: int) -> dict[st
     if placement.flash_attn is FlashAttn.OFF:
         scores = rows * cells * max((layer.n_head for layer in layers), default=0) * _F32_BYTES
     inputs = mask + rows * facts.n_embd * _F32_BYTES
-    busy = max(logits + rows * facts.n_embd * _F32_BYTES * 2, rows * wide * _F32_BYTES + scores)
+    busy = rows * wide * _F32_BYTES + max(logits, scores)
     if placement.mode is SplitMode.TENSOR:
         return {META: busy + inputs, HOST_BUFFER: inputs}
     copies = PIPELINE_COPIES if placement.mode is SplitMode.LAYER and n_devices > 1 else 1

@@ -1,0 +1,168 @@
+#!/usr/bin/env python3
+"""Find the largest context by trying, under a limit on memory, and compare it with what the planner says.
+
+    tools/check_context.py [--json] [--model PATH] [--budget MIB]
+
+Each try is a child that may take so much more address space than it has when the library is open. It opens a session in
+the first mode, reads a few tokens, and for a switch goes to the second mode. A child that dies, or falls back, did not
+survive. The largest context that survives is found by halving; the planner gets the same budget as free memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from splitctl.facts import ModelFacts, read_facts  # noqa: E402
+from splitctl.host.reserving import Reserver  # noqa: E402
+from splitctl.placement import FlashAttn, Placement, SplitMode  # noqa: E402
+from splitctl.planning.fitting import Need, largest_context, needs_of_mode, needs_of_switch  # noqa: E402
+from splitctl.planning.memory import DeviceFacts, carry_bytes, plan_mode, plan_switch  # noqa: E402
+from splitctl.planning.survey import CARRY_COPIES  # noqa: E402
+
+_MIB = 1024 * 1024
+_N_TOKENS = 512
+_LIMIT = 131_072
+_STEP = 256
+#: How far the two may be apart, as a share of what was found by trying.
+BOUND = 0.05
+_TIMEOUT_S = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A mode, or a switch between two.
+
+    Args:
+        before: where the session opens.
+        after: where it goes; None: it stays.
+    """
+
+    before: SplitMode
+    after: SplitMode | None = None
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.before.value + (f" -> {self.after.value}" if self.after else "")
+
+
+CASES = (
+    Case(SplitMode.LAYER),
+    Case(SplitMode.TENSOR),
+    Case(SplitMode.LAYER, SplitMode.TENSOR),
+    Case(SplitMode.TENSOR, SplitMode.LAYER),
+)
+
+
+def place(mode: SplitMode, n_ctx: int) -> Placement:
+    """Make the placement of a try."""
+    return Placement(
+        mode=mode, devices=("CPU", "CPU"), n_ctx=n_ctx, n_ubatch=256, flash_attn=FlashAttn.ON, n_threads=1,
+        n_threads_batch=1,
+    )  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare all cases."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--model", type=Path, default=Path.home() / ".cache/splitctl/models/smollm2.gguf")
+    parser.add_argument("--budget", type=int, default=1536, metavar="MIB", help="memory that a try may take")
+    options = parser.parse_args(arguments)
+    facts = read_facts(options.model)
+    rows = []
+    for case in CASES:
+        predicted = predict(case, facts, options.model, options.budget * _MIB)
+        tried = largest_by_trying(lambda n_ctx, case=case: survives(case, options.model, options.budget, n_ctx))
+        off = (predicted - tried) / tried if tried else 1.0
+        rows.append({"case": case.name, "predicted": predicted, "tried": tried, "off": round(off, 4)})
+        if not options.json:
+            print(f"{case.name:<18} predicted {predicted:>7}  tried {tried:>7}  {off:+.2%}")
+    failed = sum(1 for row in rows if abs(row["off"]) > BOUND)
+    if options.json:
+        print(json.dumps({"budget_mib": options.budget, "bound": BOUND, "failed": failed, "cases": rows}))
+    else:
+        print(f"{failed} of {len(rows)} further apart than {BOUND:.0%}")
+    return 1 if failed else 0
+
+
+def predict(case: Case, facts: ModelFacts, model: Path, budget: int) -> int:
+    """Ask the planner."""
+    machine = (DeviceFacts("CPU", "cpu", budget), DeviceFacts("host", "cpu", budget))
+    reserver = Reserver(model, None, dict(os.environ))
+    modes = [case.before, *([case.after] if case.after else [])]
+    sizes = [(n_ctx, 2048, 256) for n_ctx in (_STEP, 8192, 32768, _LIMIT)]
+    known = {mode: reserver(place(mode, 0), sizes).reservations for mode in modes}
+
+    def needs(n_ctx: int) -> tuple[Need, ...]:
+        plans = [plan_mode(facts, place(mode, n_ctx), machine, known[mode]) for mode in modes]
+        if len(plans) == 1:
+            return needs_of_mode(plans[0], machine)
+        carry = CARRY_COPIES * carry_bytes(facts, plans[0].placement, _N_TOKENS)
+        return needs_of_switch(plan_switch(plans[0], plans[1], carry), machine)
+
+    return largest_context(_LIMIT, needs, step=_STEP)[0]
+
+
+def largest_by_trying(works: Callable[[int], bool]) -> int:
+    """Halve until the largest context that works is known to within a step."""
+    low, high = 0, _LIMIT // _STEP + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if works(middle * _STEP) else (low, middle)
+    return low * _STEP
+
+
+def survives(case: Case, model: Path, budget_mib: int, n_ctx: int) -> bool:
+    """Try one context in a child."""
+    job = {"model": str(model), "modes": [case.before.value, case.after.value if case.after else None]}
+    job |= {"budget": budget_mib * _MIB, "n_ctx": n_ctx}
+    # One heap and a fixed threshold: what is freed goes back, as it does on a device.
+    env = dict(os.environ, GGML_NO_BACKTRACE="1", MALLOC_ARENA_MAX="1", MALLOC_MMAP_THRESHOLD_="1048576")
+    try:
+        done = subprocess.run(
+            [sys.executable, __file__, "--child", json.dumps(job)],
+            env=env, capture_output=True, check=False, timeout=_TIMEOUT_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+def child(job: Mapping[str, Any]) -> int:
+    """Do one try; 0 when the session serves where it should."""
+    import resource  # noqa: PLC0415 - only a try needs these
+
+    from llama_native import Library  # noqa: PLC0415
+    from splitctl.session import Session  # noqa: PLC0415
+
+    library = Library.open(env=os.environ)
+    library.devices()
+    used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + job["budget"], resource.RLIM_INFINITY))
+    before, after = job["modes"]
+    with Session.open(job["model"], place(SplitMode(before), job["n_ctx"]), library=library) as session:
+        session.prefill([5] * min(_N_TOKENS, job["n_ctx"] - 8))
+        if after is not None:
+            outcome = session.switch(place(SplitMode(after), job["n_ctx"]))
+            if outcome.status.value != "switched":
+                return 1
+        for _ in session.generate(n=2):
+            pass
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(child(json.loads(sys.argv[2])) if sys.argv[1:2] == ["--child"] else main())
