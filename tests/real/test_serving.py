@@ -223,3 +223,19 @@ def test_a_sequence_cut_far_back_is_what_a_fresh_one_is(library: Library, recipe
         fresh.prefill(TOKENS[:60])
         # Batches of other sizes differ in the last bits; a window with a hole in it differs in all.
         assert np.allclose(session.logits(), fresh.logits(), rtol=0.01, atol=0.01)
+
+
+def test_an_encoder_decoders_books_bring_it_back(serve: Opener, tmp_path: Path) -> None:
+    """What a file gave is known with its encoder's tokens, and another worker makes it again from them."""
+    model = _dummy("t5")
+    desk = serve(model=model)
+    first = Start(0, 0, TOKENS[:20], GREEDY, 5)
+    desk.run(first)
+    desk.send(orders.Save(1, tmp_path / "kept"), orders.Restore(2, tmp_path / "kept"))
+    (held,) = desk.until(orders.Replaced).books
+    assert held.encoder_tokens == first.tokens
+    assert held.is_pending
+    after = serve(model=model, books=(held,))
+    assert after.of(orders.Opened)[0].recomputed
+    after.send(orders.Save(3, tmp_path / "again"), orders.Restore(4, tmp_path / "again"))
+    assert after.until(orders.Replaced).books == (held,)
