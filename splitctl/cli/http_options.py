@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -121,6 +122,7 @@ def _config(
         origins=origins,
         folder=None if folder is None else folder.absolute(),
         drain_s=drain_s,
+        visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
     )
 
 

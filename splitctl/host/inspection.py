@@ -57,7 +57,7 @@ def list_devices(request: DevicesRequest, env: Mapping[str, str]) -> dict[str, A
         NativeError: no library can be used.
     """
     library = open_library(request, env)
-    return {"library": str(library.path), "devices": [_device(one) for one in library.devices()]}
+    return {"library": str(library.path), "devices": [device_body(one) for one in library.devices()]}
 
 
 def examine(request: DoctorRequest, env: Mapping[str, str], emit: Callable[[Event], None]) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def examine(request: DoctorRequest, env: Mapping[str, str], emit: Callable[[Even
     emit(Partial(dict(body)))
     library.add_rpc_servers(request.rpc)
     devices = library.devices()
-    body["devices"] = [_device(one) for one in devices]
+    body["devices"] = [device_body(one) for one in devices]
     body["warnings"] += _warnings(library, devices)
     return body
 
@@ -125,7 +125,7 @@ def reserve_buffers(request: ReserveRequest, env: Mapping[str, str], emit: Calla
             "version": library.version,
             "max_devices": library.max_devices,
             "can_reserve": can_reserve(library),
-            "devices": [_device(one) for one in library.devices()],
+            "devices": [device_body(one) for one in library.devices()],
         },
         "reservations": [],
     }
@@ -163,7 +163,7 @@ def _library(library: Library) -> dict[str, Any]:
     }
 
 
-def _device(device: Device) -> dict[str, Any]:
+def device_body(device: Device) -> dict[str, Any]:
     """Describe a device; sizes in bytes, null where the library does not say."""
     return {
         "name": device.name,

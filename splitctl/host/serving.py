@@ -22,6 +22,7 @@ from splitctl.host.batching import Batcher
 from splitctl.host.faults import failure_of
 from splitctl.host.hosted import HostedSession
 from splitctl.host.inbox import CancelGate, Inbox
+from splitctl.host.inspection import device_body
 from splitctl.host.orders import Open, Order, Report
 from splitctl.host.protocol import Event, Failure, Fault, HostRequest, Progress, ProtocolBroken, Result
 from splitctl.host.protocol import Report as ReportEvent
@@ -186,6 +187,8 @@ def _about(session: HostedSession) -> dict[str, Any]:
         "weight_bytes": facts.weight_bytes,
         "has_chat_template": bool(model.chat_template()),
         "build": model.library.build,
+        # Asked now, when the weights and the cache lie there, and not between free and place (law 5 of the switch).
+        "devices": [device_body(one) for one in model.library.devices()],
     }
 
 

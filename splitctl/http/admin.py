@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -25,6 +24,7 @@ from splitctl.host.requests import REQUESTS, CheckRequest, SwitchRequest, change
 from splitctl.host.wire import from_object, shown
 from splitctl.http.answers import comment
 from splitctl.http.chat import room_of
+from splitctl.http.devices import Devices
 from splitctl.http.errors import ApiError, api_error
 from splitctl.http.intake import Intake
 from splitctl.http.sse import EventStream
@@ -46,19 +46,23 @@ class Admin:
     Thread: the loop's.
     """
 
-    def __init__(self, host: Hosted, intake: Intake, watch: Watch, folder: Path | None, *, is_open: bool) -> None:
+    def __init__(
+        self, host: Hosted, intake: Intake, watch: Watch, devices: Devices, folder: Path | None, *, is_open: bool
+    ) -> None:
         """Answer from a session.
 
         Args:
             host: does the work.
             intake: reads bodies.
             watch: knows the last switches.
+            devices: knows their memory.
             folder: where files are saved and restored; None: nowhere.
             is_open: whether the session may be changed: there is a key, or the server listens to this machine alone.
         """
         self._host = host
         self._intake = intake
         self._watch = watch
+        self._devices = devices
         self._folder = folder
         self._is_open = is_open
         self._judged: tuple[str, dict[str, Any]] | None = None
@@ -77,12 +81,13 @@ class Admin:
         """Say what is served, and where."""
         status = self._host.status()
         model, placement = status.get("model") or {}, status.get("placement") or {}
-        path = str(model.get("path") or "")
+        model = _without_folder(model)
         return JSONResponse(
             {
                 "model_alias": model.get("name"),
-                "model_path": path.rpartition("/")[2],
-                "model": {**model, "path": path.rpartition("/")[2]},
+                "model_path": model["path"],
+                "model": model,
+                "devices": self._devices.read(status),
                 "build_info": model.get("build"),
                 "total_slots": placement.get("n_seq_max"),
                 "default_generation_settings": {"n_ctx": placement.get("n_ctx")},
@@ -114,7 +119,9 @@ class Admin:
     async def session(self, _request: Request) -> Response:
         """Give all that the page shows."""
         status = self._host.status()
-        return JSONResponse({**status, "recent_switches": self._watch.outcomes, "devices": self._devices(status)})
+        model = _without_folder(status.get("model") or {})
+        devices = self._devices.read(status)
+        return JSONResponse({**status, "model": model, "recent_switches": self._watch.outcomes, "devices": devices})
 
     async def modes(self, _request: Request) -> Response:
         """Say for each mode whether a switch to it would be allowed, and why not."""
@@ -168,18 +175,6 @@ class Admin:
         return JSONResponse({**await self._host.restore(path), "path": path.name})
 
     # ---- the work behind them ----
-
-    @staticmethod
-    def _devices(status: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Give the devices of the placement; memory that is this machine's own is asked for now."""
-        known = {one["name"]: one for one in (status.get("model") or {}).get("devices") or []}
-        names = list((status.get("placement") or {}).get("devices") or known)
-        memory = psutil.virtual_memory()
-        now = {"memory_free": memory.available, "memory_total": memory.total}
-        return [
-            {"name": name, **known.get(name, {}), **(now if known.get(name, {}).get("kind") == "cpu" else {})}
-            for name in names
-        ]
 
     async def _switch(self, asked: SwitchRequest) -> dict[str, Any]:
         return await self._host.switch(
@@ -254,6 +249,11 @@ class Admin:
     def _refuse_closed(self) -> None:
         if not self._is_open:
             raise ApiError(403, "this server listens to other machines, so this needs a key: start it with --api-key")
+
+
+def _without_folder(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Tell the file's name and not where it lies."""
+    return {**model, "path": str(model.get("path") or "").rpartition("/")[2]}
 
 
 #: Modes that the page offers.

@@ -21,6 +21,7 @@ from splitctl.host.control import Hosted
 from splitctl.host.wire import shown
 from splitctl.http.admin import Admin
 from splitctl.http.chat import Chat
+from splitctl.http.devices import Devices
 from splitctl.http.errors import ApiError, api_error
 from splitctl.http.guard import App, Guard
 from splitctl.http.intake import Intake, Limits
@@ -50,6 +51,7 @@ class Service:
         host: Hosted,
         *,
         watch: Watch,
+        devices: Devices,
         tell: Callable[[str], None],
         api_keys: Sequence[str] = (),
         host_names: Sequence[str] = (),
@@ -63,6 +65,7 @@ class Service:
         Args:
             host: does the work.
             watch: knows the last switches.
+            devices: knows their memory.
             tell: takes lines for the log.
             api_keys: any of them opens; none: no key is asked for.
             host_names: names that the server is reached by.
@@ -74,7 +77,7 @@ class Service:
         metrics = Metrics(host)
         intake = Intake(limits)
         self.chat = Chat(host, intake, metrics.done)
-        admin = Admin(host, intake, watch, folder, is_open=bool(api_keys) or is_loopback)
+        admin = Admin(host, intake, watch, devices, folder, is_open=bool(api_keys) or is_loopback)
         app = Starlette(
             routes=[
                 Route(path, _counted(answer, path, metrics), methods=[method])

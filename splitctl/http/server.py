@@ -22,6 +22,7 @@ from splitctl.errors import ConfigInvalid
 from splitctl.host.control import Hosted
 from splitctl.http.app import Service
 from splitctl.http.connections import connection_class
+from splitctl.http.devices import Devices
 from splitctl.http.intake import MAX_HEAD_BYTES, Limits
 from splitctl.http.watch import Watch
 
@@ -44,6 +45,7 @@ class HttpConfig:
         folder: where files are saved and restored; None: nowhere.
         limits: what clients may take.
         drain_s: for answers under way, when the server is told to end, seconds.
+        visible_gpus: the workers' CUDA_VISIBLE_DEVICES; None where it is not set.
     """
 
     host: str = "127.0.0.1"
@@ -53,6 +55,7 @@ class HttpConfig:
     folder: Path | None = None
     limits: Limits = field(default_factory=Limits)
     drain_s: float = 5.0
+    visible_gpus: str | None = None
 
 
 class HttpServer:
@@ -121,6 +124,7 @@ class HttpServer:
         self._service = service = Service(
             self._host,
             watch=self._watch,
+            devices=Devices(config.visible_gpus),
             tell=self._tell,
             api_keys=config.api_keys,
             host_names=(config.host, socket.gethostname()),

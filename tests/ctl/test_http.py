@@ -149,6 +149,9 @@ def test_what_stands_beside_openais_routes(real: Web) -> None:
     props = real.get("/props").body
     assert (props["total_slots"], props["default_generation_settings"]) == (2, {"n_ctx": 2048})
     assert "/" not in props["model_path"]
+    assert [(one["name"], one["kind"], one["is_fresh"]) for one in props["devices"]] == [("CPU", "cpu", True)] * 2
+    assert all(0 < one["memory_free"] < one["memory_total"] and one["description"] for one in props["devices"])
+    assert "/" not in real.get("/session").body["model"]["path"]
     assert [one["id"] for one in real.get("/slots").body] == [0, 1]
     numbers = real.get("/metrics")
     assert numbers.headers["content-type"].startswith("text/plain")

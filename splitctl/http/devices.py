@@ -1,0 +1,98 @@
+"""Devices and their memory, as they are now, without asking the library: the supervisor has none.
+
+A processor's memory is asked of the system, that of an NVIDIA device of its driver, where nvidia-ml-py is installed;
+what the worker saw when it opened stands for the others.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+
+_CUDA = re.compile(r"CUDA(\d+)")
+#: Both count the same chips, but not quite the same bytes of them as usable.
+_SAME_SIZE = 0.9
+
+
+class Devices:
+    """Reads them.
+
+    Thread: the loop's.
+    """
+
+    def __init__(self, visible: str | None = None) -> None:
+        """Look for the driver.
+
+        Args:
+            visible: the workers' CUDA_VISIBLE_DEVICES; None where it is not set.
+        """
+        self._visible = None if visible is None else [one.strip() for one in visible.split(",")]
+        self._driver = _driver()
+
+    def read(self, status: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Give the devices of the placement.
+
+        Args:
+            status: of the session.
+
+        Returns:
+            For each name, description, kind, backend, memory_free and memory_total (bytes, null where nobody says), and
+            is_fresh: whether the memory is that of now.
+        """
+        known = {one["name"]: one for one in (status.get("model") or {}).get("devices") or []}
+        names = (status.get("placement") or {}).get("devices") or list(known)
+        return [self._one(known.get(name, {"name": name})) for name in names]
+
+    def _one(self, known: Mapping[str, Any]) -> dict[str, Any]:
+        empty = {"description": "", "kind": "unknown", "backend": "", "memory_free": None, "memory_total": None}
+        if known.get("kind") == "cpu":
+            memory = psutil.virtual_memory()
+            now = {"memory_free": memory.available, "memory_total": memory.total}
+        else:
+            now = self._of_driver(known)
+        return {**empty, **known, **now, "is_fresh": bool(now)}
+
+    def _of_driver(self, known: Mapping[str, Any]) -> dict[str, int]:
+        """Ask the driver; nothing where it cannot be sure that it speaks of the same device."""
+        found = _CUDA.fullmatch(str(known.get("name")))
+        if found is None or self._driver is None:
+            return {}
+        index, driver = int(found[1]), self._driver
+        try:
+            handle = self._handle(index)
+            name, memory = driver.nvmlDeviceGetName(handle), driver.nvmlDeviceGetMemoryInfo(handle)
+        except (driver.NVMLError, IndexError, ValueError):
+            return {}
+        total = int(known.get("memory_total") or 0)
+        is_same = name == known.get("description") and total >= _SAME_SIZE * memory.total
+        return {"memory_free": int(memory.free), "memory_total": int(memory.total)} if is_same else {}
+
+    def _handle(self, index: int) -> Any:
+        """Give the driver's handle of a device that the worker numbers so."""
+        driver = self._driver
+        if self._visible is None:
+            return driver.nvmlDeviceGetHandleByIndex(index)
+        wanted = self._visible[index]
+        if wanted.startswith("GPU-"):
+            return driver.nvmlDeviceGetHandleByUUID(wanted)
+        return driver.nvmlDeviceGetHandleByIndex(int(wanted))
+
+
+def _driver() -> Any:
+    """Give the driver's door; None without nvidia-ml-py, or without a driver."""
+    try:
+        door = importlib.import_module("pynvml")
+    except ModuleNotFoundError:
+        return None
+    try:
+        door.nvmlInit()
+    except door.NVMLError:
+        return None
+    return door
+
+
+__all__ = ["Devices"]
