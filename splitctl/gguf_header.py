@@ -5,6 +5,7 @@ Laws:
        really left have passed it.
     2. Whatever the bytes, the walk returns a header or raises BadModelFile.
     3. Bytes are read once, in order, in windows; string arrays (vocabularies) are stepped over without making objects.
+    4. Nothing behind the header is read: a window is never longer than what the header has left at the least.
 
 Source: docs/gguf.md of the ggml project; limits from ggml's own reader (gguf.cpp) where it has one.
 """
@@ -38,6 +39,8 @@ _WINDOW_BYTES = 1 << 20
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
+#: What an entry takes at the least, bytes: a key or name without a letter, and the fields behind it.
+_LEAST_PAIR, _LEAST_TENSOR = 13, 32
 
 _AGAIN = "download or convert it again"
 
@@ -136,15 +139,21 @@ class _Walk:
         self._at = 0
         self._before = 0
         self._read_bytes = 0
+        self._pairs_left = 0
+        self._tensors_left = 0
+        self._array_left = 0
         self._hash = xxhash.xxh3_128()
 
     def header(self) -> GgufHeader:
         """Read everything before the data section."""
         version = self._preamble()
-        n_tensors, n_pairs = self._count("tensors", MAX_TENSORS, 24), self._count("metadata pairs", MAX_PAIRS, 13)
+        n_tensors = self._count("tensors", MAX_TENSORS, _LEAST_TENSOR)
+        n_pairs = self._count("metadata pairs", MAX_PAIRS, _LEAST_PAIR)
         values: dict[str, Value] = {}
         sizes: dict[str, int] = {}
-        for _ in range(n_pairs):
+        self._tensors_left = n_tensors
+        for index in range(n_pairs):
+            self._pairs_left = n_pairs - index - 1
             key = self._text("a metadata key", MAX_KEY_BYTES)
             if key in values or key in sizes:
                 raise self._bad(f"metadata key {key!r} is there twice")
@@ -155,7 +164,7 @@ class _Walk:
                     values[key] = kept
             else:
                 values[key] = self._scalar(key, kind)
-        tensors = tuple(self._tensor() for _ in range(n_tensors))
+        tensors = tuple(self._tensor(n_tensors - index - 1) for index in range(n_tensors))
         header_bytes = self._before + self._at
         self._hash.update(self._window[: self._at])
         alignment = values.get("general.alignment", _DEFAULT_ALIGNMENT)
@@ -216,8 +225,9 @@ class _Walk:
             detail = f"its tensors end at byte {end}, the file ends at byte {self._file_bytes}"
             raise BadModelFile(self._path, ModelFileFault.TRUNCATED, detail, "finish or repeat the download")
 
-    def _tensor(self) -> TensorInfo:
-        """Read one entry of the tensor list."""
+    def _tensor(self, n_left: int) -> TensorInfo:
+        """Read one entry of the tensor list, behind which so many are left."""
+        self._tensors_left = n_left
         name = self._text("a tensor's name", MAX_KEY_BYTES)
         n_dims = self._whole("I", f"the dimensions of {name!r}")
         if not 1 <= n_dims <= MAX_DIMS:
@@ -282,11 +292,13 @@ class _Walk:
                 done += 1
             self._at = at
             if done < count:
+                self._array_left = 8 * (count - done - 1)
                 n_bytes = self._whole("Q", f"a string of {key!r}")
                 if n_bytes > MAX_TEXT_BYTES:
                     raise self._limit(f"a string of {key!r} has {n_bytes} bytes", MAX_TEXT_BYTES)
-                self._step_over(n_bytes, f"a string of {key!r}")
+                self._step_over(n_bytes, f"a string of {key!r}", 8 * (count - done - 1))
                 done += 1
+        self._array_left = 0
 
     def _count(self, what: str, limit: int, least_bytes: int) -> int:
         """Read a count of things of which each takes at least so many bytes."""
@@ -321,16 +333,18 @@ class _Walk:
         self._at += layout.size
         return values
 
-    def _step_over(self, n_bytes: int, what: str) -> None:
-        """Go past bytes, window by window; they count for the digest."""
+    def _step_over(self, n_bytes: int, what: str, behind: int = 0) -> None:
+        """Go past bytes, window by window, behind which an array has some left; they count for the digest."""
         left = self._file_bytes - self._before - self._at
         if n_bytes > left:
             raise self._short(f"{what} takes {n_bytes} bytes, {left} are left")
         while n_bytes:
+            self._array_left = n_bytes - 1 + behind
             self._want(1, what)
             step = min(n_bytes, len(self._window) - self._at)
             self._at += step
             n_bytes -= step
+        self._array_left = behind
 
     def _want(self, n_bytes: int, what: str) -> None:
         """Make sure that so many bytes are in the window."""
@@ -349,9 +363,10 @@ class _Walk:
         parts = [self._window[self._at :]]
         have = len(parts[0])
         self._at = 0
+        ahead = n_bytes + self._array_left + _LEAST_PAIR * self._pairs_left + _LEAST_TENSOR * self._tensors_left
         while have < n_bytes:
             try:
-                more = self._file.read(max(_WINDOW_BYTES, n_bytes - have))
+                more = self._file.read(max(n_bytes - have, min(ahead - have, _WINDOW_BYTES)))
             except OSError as error:
                 reason = error.strerror or str(error)
                 raise BadModelFile(self._path, ModelFileFault.UNREADABLE, reason, "check the disk") from error
