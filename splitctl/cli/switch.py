@@ -113,7 +113,8 @@ def _switch(session: str | None, request: SwitchRequest, screen: Screen, *, asks
                     client.cancel()
                     screen.line("cancelling")
             elif is_asking:
-                answer = os.read(_STDIN, _LINE_BYTES).strip().lower()
+                # The last line counts: whoever types faster than we read has thought again.
+                answer = os.read(_STDIN, _LINE_BYTES).strip().rpartition(b"\n")[2].strip().lower()
                 if answer in {b"l", b"leave"}:
                     return None
                 if answer in {b"c", b"cancel", b""}:

@@ -69,7 +69,7 @@ class House:
             mock.patch.object(sys, "stderr", io.TextIOWrapper(err, "utf-8", write_through=True)),
         ):
             code = main([str(one) for one in arguments])
-        return subprocess.CompletedProcess(list(arguments), code, out.getvalue(), err.getvalue())
+            return subprocess.CompletedProcess(list(arguments), code, out.getvalue(), err.getvalue())
 
     def json(self, *arguments: str | Path, code: int = 0) -> Any:
         """Run a command with --json; give its object."""

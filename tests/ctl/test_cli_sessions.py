@@ -104,7 +104,7 @@ def test_a_switch_from_another_process_under_an_attached_stream(home: House, hos
     still = home.json("run", *stub_arguments(tmp_path), *arguments)["tokens"]
     with home.start("attach", *arguments, "--json") as process:
         with Client(host.address, EventsRequest()) as watch:
-            while ask(host.address, StatusRequest())["streams"] == 0:
+            while "generating" not in [one["state"] for one in ask(host.address, StatusRequest())["sequences"]]:
                 assert process.poll() is None
             outcome = home.json("switch", "--to", "tensor")
             assert ask(host.address, StatusRequest())["streams"] == 1
@@ -179,7 +179,7 @@ def test_exit_codes_of_a_switch(home: House, host: Host) -> None:
         done = home.run(*arguments)
         assert done.returncode == code, (arguments, done.stderr)
         assert said in _lines(done)[-1]
-        assert done.stdout == b""
+        assert done.stdout == b"" or "--json" in arguments
     refused = home.run("switch", "--to", "row", "--json")
     assert refused.returncode == 4
     assert json.loads(refused.stdout)["status"] == "refused"
