@@ -120,6 +120,7 @@ def _switch(session: str | None, request: SwitchRequest, screen: Screen, *, asks
                 if answer in {b"c", b"cancel", b""}:
                     is_asking = False
                     client.cancel()
+                    screen.line("cancelling")
                 else:
                     screen.question("c cancels it, l leaves it running: ")
 

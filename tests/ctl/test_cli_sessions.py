@@ -180,7 +180,7 @@ def test_exit_codes_of_a_switch(home: House, host: Host) -> None:
         assert done.returncode == code, (arguments, done.stderr)
         assert said in _lines(done)[-1]
         assert done.stdout == b"" or "--json" in arguments
-    refused = home.run("switch", "--to", "row", "--json")
+    refused = home.run("switch", "--device", "NOSUCH", "--json")
     assert refused.returncode == 4
     assert json.loads(refused.stdout)["status"] == "refused"
 
