@@ -67,3 +67,16 @@ def cache_sections(log: Iterable[str]) -> Iterator[tuple[str, int]]:
         if found := _SECTION.search(line):
             what = "recurrent" if "recurrent" in found["where"] else "cache"
             yield what, round(float(found["mib"]) * _MIB)
+
+
+def lost_pipeline(log: Iterable[str]) -> bool:
+    """Tell whether a context serves, and slower than it could.
+
+    Args:
+        log: lines of the library's log while the context was made.
+
+    Returns:
+        Whether the compute buffers of a layer split did not fit, and the library made smaller ones, with which its
+        devices wait for one another.  Source: sched_reserve in llama-context.cpp.
+    """
+    return any("retrying without pipeline parallelism" in line for line in log)

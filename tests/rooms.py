@@ -76,6 +76,8 @@ PURE = (
     "splitctl.planning.cells",
     "splitctl.planning.weights",
     "splitctl.planning.backends",
+    "splitctl.planning.loading",
+    "splitctl.planning.survey",
     "splitctl.layers",
     "splitctl.slices",
     "splitctl.planning.cost",

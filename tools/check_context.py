@@ -3,9 +3,11 @@
 
     tools/check_context.py [--json] [--model PATH] [--budget MIB]
 
-Each try is a child that may take so much more address space than it has when the library is open. It opens a session in
-the first mode, reads a few tokens, and for a switch goes to the second mode. A child that dies, or falls back, did not
-survive. The largest context that survives is found by halving; the planner gets the same budget as free memory.
+Each try is a child that may take so much more address space than it has when the library is open. It opens a session
+in the first mode, reads a few tokens, and for a switch goes to the second mode. A child that dies, falls back, or gets
+smaller buffers than the library wanted, did not survive. The largest context that survives is found by halving; the
+planner gets the same budget as free memory. Address space is not memory: stacks, and arenas of 1.4 GiB that tensor mode
+reserves and never touches, come on top of the budget, as measured with the smallest context.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from splitctl.buffer_lines import lost_pipeline  # noqa: E402
 from splitctl.facts import ModelFacts, read_facts  # noqa: E402
 from splitctl.host.reserving import Reserver  # noqa: E402
 from splitctl.placement import FlashAttn, Placement, SplitMode  # noqa: E402
@@ -84,7 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = []
     for case in CASES:
         predicted = predict(case, facts, options.model, options.budget * _MIB)
-        tried = largest_by_trying(lambda n_ctx, case=case: survives(case, options.model, options.budget, n_ctx))
+        room = options.budget * _MIB + untouched(case, options.model, facts)
+        tried = largest_by_trying(lambda n_ctx, case=case, room=room: survives(case, options.model, room, n_ctx))
         off = (predicted - tried) / tried if tried else 1.0
         rows.append({"case": case.name, "predicted": predicted, "tried": tried, "off": round(off, 4)})
         if not options.json:
@@ -98,7 +102,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def predict(case: Case, facts: ModelFacts, model: Path, budget: int) -> int:
-    """Ask the planner."""
+    """Ask the planner for the largest context."""
+    return largest_context(_LIMIT, _needs(case, facts, model, budget), step=_STEP)[0]
+
+
+def untouched(case: Case, model: Path, facts: ModelFacts) -> int:
+    """Measure how much more address space than memory a case takes, with the smallest context, bytes."""
+    peak = _run(case, model, None, 2 * _STEP)
+    if peak is None:
+        raise SystemExit(f"check_context: {case.name} does not run at all here")
+    return max(peak - _needs(case, facts, model, 0)(2 * _STEP)[-1].wanted, 0)
+
+
+def _needs(case: Case, facts: ModelFacts, model: Path, budget: int) -> Callable[[int], tuple[Need, ...]]:
+    """Make the planner's answer for a context of so many tokens."""
     machine = (DeviceFacts("CPU", "cpu", budget), DeviceFacts("host", "cpu", budget))
     reserver = Reserver(model, None, dict(os.environ))
     modes = [case.before, *([case.after] if case.after else [])]
@@ -112,7 +129,7 @@ def predict(case: Case, facts: ModelFacts, model: Path, budget: int) -> int:
         carry = CARRY_COPIES * carry_bytes(facts, plans[0].placement, _N_TOKENS)
         return needs_of_switch(plan_switch(plans[0], plans[1], carry), machine)
 
-    return largest_context(_LIMIT, needs, step=_STEP)[0]
+    return needs
 
 
 def largest_by_trying(works: Callable[[int], bool]) -> int:
@@ -124,10 +141,15 @@ def largest_by_trying(works: Callable[[int], bool]) -> int:
     return low * _STEP
 
 
-def survives(case: Case, model: Path, budget_mib: int, n_ctx: int) -> bool:
-    """Try one context in a child."""
+def survives(case: Case, model: Path, room: int, n_ctx: int) -> bool:
+    """Try one context in a child that may take so many bytes of address space."""
+    return _run(case, model, room, n_ctx) is not None
+
+
+def _run(case: Case, model: Path, room: int | None, n_ctx: int) -> int | None:
+    """Run a child; the most address space that it took, bytes, or None when it did not survive."""
     job = {"model": str(model), "modes": [case.before.value, case.after.value if case.after else None]}
-    job |= {"budget": budget_mib * _MIB, "n_ctx": n_ctx}
+    job |= {"room": room, "n_ctx": n_ctx}
     # One heap and a fixed threshold: what is freed goes back, as it does on a device.
     env = dict(os.environ, GGML_NO_BACKTRACE="1", MALLOC_ARENA_MAX="1", MALLOC_MMAP_THRESHOLD_="1048576")
     try:
@@ -136,8 +158,8 @@ def survives(case: Case, model: Path, budget_mib: int, n_ctx: int) -> bool:
             env=env, capture_output=True, check=False, timeout=_TIMEOUT_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return False
-    return done.returncode == 0
+        return None
+    return int(done.stdout) if done.returncode == 0 else None
 
 
 def child(job: Mapping[str, Any]) -> int:
@@ -149,9 +171,12 @@ def child(job: Mapping[str, Any]) -> int:
 
     library = Library.open(env=os.environ)
     library.devices()
-    used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (used + job["budget"], resource.RLIM_INFINITY))
+    heard: list[str] = []
+    library.log.listen(lambda _, text: heard.append(text))
     before, after = job["modes"]
+    used = _peak()
+    if job["room"] is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (used + job["room"], resource.RLIM_INFINITY))
     with Session.open(job["model"], place(SplitMode(before), job["n_ctx"]), library=library) as session:
         session.prefill([5] * min(_N_TOKENS, job["n_ctx"] - 8))
         if after is not None:
@@ -160,8 +185,17 @@ def child(job: Mapping[str, Any]) -> int:
                 return 1
         for _ in session.generate(n=2):
             pass
+    if lost_pipeline("".join(heard).splitlines()):
+        return 1
+    sys.stdout.write(str(_peak() - used))
     sys.stdout.flush()
     os._exit(0)
+
+
+def _peak() -> int:
+    """The most address space that this process has had, bytes."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmPeak"))
 
 
 if __name__ == "__main__":

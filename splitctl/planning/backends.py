@@ -47,10 +47,12 @@ class Backend:
         return -(-n_bytes // self.alignment) * self.alignment
 
 
-#: What a loaded model costs beside its buffers: the vocabulary's tables, graphs and bookkeeping.  Source: resident memory
-#: of SmolLM2 (49k tokens, 21 MiB) and gemma-3-270m (262k tokens, 59 MiB) beyond what the library's lines explain.
+#: What a loaded model costs beside its buffers: the vocabulary's tables, graphs and bookkeeping.  Source: resident
+#: memory of SmolLM2 (49k tokens, 21 MiB) and gemma-3-270m (262k tokens, 59 MiB) beyond the library's own lines.
 HOST_FIXED_BYTES = 20 * _MIB
 HOST_BYTES_PER_TOKEN = 256
+#: Tensor mode keeps graphs and tensors of its own for each device.
+HOST_BYTES_PER_SLICE = 8 * _MIB
 
 #: The processor.  Source: TENSOR_ALIGNMENT in ggml-impl.h.
 CPU = Backend("CPU", alignment=32, maps_files=True, is_host=True)

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from splitctl.facts import ModelFacts
 from splitctl.layers import layers_of
 from splitctl.placement import Placement, SplitMode
+from splitctl.planning import backends as costs
 from splitctl.planning import weights as weighing
-from splitctl.planning.backends import CPU, HOST_BYTES_PER_TOKEN, HOST_FIXED_BYTES, Backend, backend_of
+from splitctl.planning.backends import CPU, Backend, backend_of
 from splitctl.planning.cells import CacheTensor, cache_tensors, shape_of
 from splitctl.planning.compute import DEVICE, HOST_BUFFER, META, Compute, compute_of
 from splitctl.planning.weights import HOST, Piece
@@ -214,7 +215,9 @@ def plan_mode(
         cache=layout.cache[HOST],
         compute=buffers[HOST],
         output=rows * width * _F32_BYTES,
-        fixed=HOST_FIXED_BYTES + HOST_BYTES_PER_TOKEN * facts.n_vocab,
+        fixed=costs.HOST_FIXED_BYTES
+        + costs.HOST_BYTES_PER_TOKEN * facts.n_vocab
+        + (costs.HOST_BYTES_PER_SLICE * n_devices if placement.mode is SplitMode.TENSOR else 0),
     )
     return ModePlan(
         placement=placement,

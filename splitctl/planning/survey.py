@@ -202,7 +202,7 @@ def sizes_to_ask(
     """
     asked = placement.n_ctx or facts.n_ctx_train or PADDING
     contexts = sorted({PADDING * placement.n_seq_max, asked, max(asked, facts.n_ctx_train)})
-    batches = sorted({*n_ubatches, placement.n_ubatch, MIN_CHUNK})
+    batches = sorted({*n_ubatches, placement.n_ubatch, MIN_CHUNK, 1})
     return tuple((n_ctx, max(placement.n_batch, batch), batch) for n_ctx in contexts for batch in batches)
 
 

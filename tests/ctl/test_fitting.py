@@ -200,7 +200,7 @@ def test_a_dry_run_is_asked_for_sizes_that_enclose_all_others() -> None:
     """The smallest and the largest context, and every micro-batch that will be looked at."""
     sizes = sizes_to_ask(dataclasses.replace(PLAIN, n_ctx=5000), model_facts(), [2048])
     assert {n_ctx for n_ctx, _, _ in sizes} == {256, 5000}
-    assert {n_ubatch for _, _, n_ubatch in sizes} == {256, 512, 2048}
+    assert {n_ubatch for _, _, n_ubatch in sizes} == {1, 256, 512, 2048}
     assert all(n_batch >= n_ubatch for _, n_batch, n_ubatch in sizes)
 
 

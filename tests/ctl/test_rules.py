@@ -464,3 +464,30 @@ def test_every_row_has_a_phrase_and_no_architecture_twice() -> None:
     named = [name for row in tables.TENSOR_ARCHITECTURES for name in row.architectures]
     assert len(named) == len(set(named))
     assert all(row.what for row in tables.TENSOR_ARCHITECTURES)
+
+
+def _with_tensors() -> ModelFacts:
+    """Two KV heads, and tensors to cut."""
+    names = ("attn_k.weight", "attn_output.weight")
+    tensors = tuple(TensorInfo(f"blk.{n}.{name}", (256, 128), 0, 256 * 128 * 4, 0) for n in range(4) for name in names)
+    return model_facts(tensors=tensors)
+
+
+@pytest.mark.parametrize(
+    ("shares", "said"),
+    [((0.1, 0.9), "0.250:0.750 of the cache"), ((1.0, 1.0), ""), ((0.75, 0.25), ""), (None, "")],
+)
+def test_a_split_that_whole_heads_cannot_give_is_told(shares: tuple[float, ...] | None, said: str) -> None:
+    """Asked and effective, summed over the layers with the rotation of the rounding; never a refusal."""
+    found = findings(_with_tensors(), dataclasses.replace(TENSOR, tensor_split=shares))
+    uneven = [one for one in found if one.code == "uneven-tensor-split"]
+    assert all(not one.blocking for one in found)
+    assert any(said in one.text for one in uneven) if said else not uneven
+
+
+def test_a_split_of_layers_or_of_one_device_is_not_rounded_to_heads() -> None:
+    """Nothing to tell there."""
+    for target in (LAYER, dataclasses.replace(TENSOR, devices=("CPU",))):
+        shares = (0.1, 0.9)[: len(target.devices)]
+        found = findings(_with_tensors(), dataclasses.replace(target, tensor_split=shares))
+        assert all(one.code != "uneven-tensor-split" for one in found)
