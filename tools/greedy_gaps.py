@@ -26,7 +26,8 @@ from splitctl.engine import context_params, model_params
 from splitctl.placement import FlashAttn, Placement, SplitMode
 
 #: Two float orders of SmolLM2 Q4_1 differ by a rounding of activations to 8 bits before each product, and draw another
-#: token only at near ties. Measured: the worst gap of right texts is 0.31, of texts with one token lost 4 to 14.
+#: token only at near ties. Measured over 200 switches under four streams: of 5,638 tokens in 85 texts 158 are others,
+#: the worst gap is 0.30. With one token left out the gap of nearly every text is 3 to 14.
 TOLERANCE = 1.0
 _BATCH = 64
 _TIMEOUT_S = 900.0
@@ -52,8 +53,13 @@ class Gaps:
 
     @property
     def is_right(self) -> bool:
-        """Whether every token is the likeliest, up to the order of floats, which is less than a lost token does."""
-        return self.n > 0 and self.worst <= min(TOLERANCE, self.control / 2)
+        """Whether every token is the likeliest, up to the order of floats."""
+        return self.n > 0 and self.worst <= TOLERANCE
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether the text would look right with a token lost, as one does that repeats itself."""
+        return self.control <= TOLERANCE
 
 
 def measure(
