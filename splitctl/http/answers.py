@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,7 @@ class Form:
         created: when the request came, seconds since 1970.
         is_chat: whether the answer is a message.
         with_usage: whether a stream ends with the counts.
+        with_tokens: whether the tokens' ids stand beside their text.
     """
 
     number: str
@@ -51,14 +53,17 @@ class Form:
     created: int
     is_chat: bool
     with_usage: bool = False
+    with_tokens: bool = False
 
-    def whole(self, text: str, done: Done) -> dict[str, Any]:
+    def whole(self, text: str, done: Done, tokens: Sequence[int] = ()) -> dict[str, Any]:
         """Give a whole answer."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason(done.why), "logprobs": None}
         if self.is_chat:
             choice["message"] = {"role": "assistant", "content": text}
         else:
             choice["text"] = text
+        if self.with_tokens:
+            choice["tokens"] = list(tokens)
         kind = "chat.completion" if self.is_chat else "text_completion"
         return {**self._head(kind), "choices": [choice], "usage": usage(done), "timings": timings(done)}
 
@@ -66,9 +71,12 @@ class Form:
         """Give the chunk that opens a stream; only a chat has one."""
         return self._chunk({"delta": {"role": "assistant", "content": ""}}, None) if self.is_chat else None
 
-    def piece(self, text: str) -> dict[str, Any]:
-        """Give a chunk of text."""
-        return self._chunk({"delta": {"content": text}} if self.is_chat else {"text": text}, None)
+    def piece(self, text: str, token: int | None = None) -> dict[str, Any]:
+        """Give a chunk of text, and the token with which it has come."""
+        said: dict[str, Any] = {"delta": {"content": text}} if self.is_chat else {"text": text}
+        if self.with_tokens:
+            said["tokens"] = [] if token is None else [token]
+        return self._chunk(said, None)
 
     def last(self, done: Done) -> dict[str, Any]:
         """Give the chunk that says why the answer ended."""

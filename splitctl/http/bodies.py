@@ -42,6 +42,7 @@ class Asked:
         model: the name that the client used; it gets it back.
         is_stream: whether it wants the tokens as they come.
         with_usage: whether a stream ends with the counts.
+        with_tokens: whether it wants the tokens' ids beside their text.
         is_chat: whether the answer is a message.
         n_text_bytes: of the prompt's text, in UTF-8; 0 for tokens.
     """
@@ -50,6 +51,7 @@ class Asked:
     model: str
     is_stream: bool
     with_usage: bool
+    with_tokens: bool
     is_chat: bool
     n_text_bytes: int
 
@@ -132,7 +134,15 @@ def _asked(body: Body, model: str, most: str, *, is_chat: bool, **prompt: Any) -
     with_usage = bool(options) and _flag(options or {}, "include_usage")
     texts = [one.content for one in request.messages or ()] if request.prompt is None else [request.prompt]
     n_bytes = sum(len(one.encode()) for one in texts)
-    return Asked(request, _text("model", name or model), is_stream, with_usage, is_chat, n_bytes)
+    return Asked(
+        request,
+        _text("model", name or model),
+        is_stream=is_stream,
+        with_usage=with_usage,
+        with_tokens=_flag(body, "return_tokens"),
+        is_chat=is_chat,
+        n_text_bytes=n_bytes,
+    )
 
 
 def _sampler(body: Body) -> SamplerSpec:

@@ -128,7 +128,12 @@ class Chat:
         asked, n_bytes = await self._intake.read(request, lambda body: read(body, name))
         self._refuse_hopeless(asked)
         form = Form(
-            secrets.token_hex(12), asked.model, int(time.time()), is_chat=asked.is_chat, with_usage=asked.with_usage
+            secrets.token_hex(12),
+            asked.model,
+            int(time.time()),
+            is_chat=asked.is_chat,
+            with_usage=asked.with_usage,
+            with_tokens=asked.with_tokens,
         )
         answer = self._begin(n_bytes)
         try:
@@ -186,20 +191,21 @@ class Chat:
     async def _whole(self, request: Request, stream: Stream, form: Form) -> Response:
         """Wait for the whole answer."""
 
-        async def collect() -> tuple[str, Done]:
-            text: list[str] = []
+        async def collect() -> tuple[list[Delta], Done]:
+            pieces: list[Delta] = []
             async for event in stream:
                 if isinstance(event, Delta):
-                    text.append(event.text)
+                    pieces.append(event)
                 elif isinstance(event, Done):
-                    return "".join(text), event
+                    return pieces, event
             raise ApiError(503, "the session was closed", code="closed")
 
-        text, done = await _unless_gone(request, collect())
+        pieces, done = await _unless_gone(request, collect())
         self._on_done(done)
         if (failure := self._failure(done)) is not None:
             raise failure
-        return JSONResponse(form.whole(text, done))
+        tokens = [one.token for one in pieces if one.token is not None]
+        return JSONResponse(form.whole("".join(one.text for one in pieces), done, tokens))
 
     async def _chunks(self, stream: Stream, form: Form, event: Any) -> AsyncGenerator[bytes, None]:
         """Give the bytes of a stream.
@@ -214,8 +220,8 @@ class Chat:
         events = aiter(stream)
         while True:
             match event:
-                case Delta(text=text) if text:
-                    yield answers.data(form.piece(text))
+                case Delta(text=text, token=token) if text or (form.with_tokens and token is not None):
+                    yield answers.data(form.piece(text, token))
                 case Paused(why=why):
                     yield answers.comment(f"waiting: {why}")
                 case Done():

@@ -123,7 +123,7 @@ def house() -> Iterator[House]:
 @contextmanager
 def served(home: House, *arguments: str | Path, name: str = "default", **env: str) -> Iterator[Host]:
     """Serve until the block ends; the first line on stdout says that it is ready."""
-    process = home.start("serve", *arguments, "--session", name, **env)
+    process = home.start("serve", *arguments, "--session", name, stdin=subprocess.DEVNULL, **env)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

@@ -145,6 +145,7 @@ def test_a_switch_over_http_is_seen_by_the_socket_and_by_watchers(real: Web) -> 
 
 def test_what_stands_beside_openais_routes(real: Web) -> None:
     """Health, properties, slots, numbers and the page say what they should."""
+    assert real.post("/v1/completions", {"prompt": "x", "max_tokens": 2}).status == 200
     assert real.get("/health").body == {"status": "ok"}
     props = real.get("/props").body
     assert (props["total_slots"], props["default_generation_settings"]) == (2, {"n_ctx": 2048})

@@ -169,7 +169,12 @@ def test_chunks_are_in_openais_shape() -> None:
     assert last["timings"]["predicted_per_second"] is None
     counts = chat.counts(done)
     assert (counts["choices"], counts["usage"]["total_tokens"]) == ([], 8)
+    with_tokens = answers.Form("1", "m", 7, is_chat=True, with_tokens=True)
+    assert with_tokens.piece("a", 5)["choices"][0]["tokens"] == [5]
+    assert with_tokens.piece("a")["choices"][0]["tokens"] == []
+    assert with_tokens.whole("a", done, [5, 6])["choices"][0]["tokens"] == [5, 6]
     plain = answers.Form("1", "m", 7, is_chat=False)
+    assert "tokens" not in plain.piece("a", 5)["choices"][0]
     assert plain.first() is None
     assert "usage" not in plain.piece("a")
     assert plain.whole("a", done)["choices"][0]["text"] == "a"
