@@ -318,11 +318,11 @@ class ControlServer:
             await asyncio.wait({told, listener}, return_when=asyncio.FIRST_COMPLETED)
             if told.done():
                 told.result()
-                await line.result({})
         finally:
             for task in (told, listener):
                 task.cancel()
             await asyncio.wait({told, listener})
+        await line.result({})
 
 
 async def _request(raw: bytes) -> Request:

@@ -7,21 +7,29 @@ Each job draws with a seed of its own, in batches; a broken law is shrunk by hyp
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import multiprocessing
 import os
 import sys
+import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, given, settings
 
+from splitctl.errors import SplitctlError
+from tests.ctl.houses import house, served, stub_arguments
+from tests.fuzz import control
 from tests.fuzz.law import CORPUS, Finding, checked_in_bounds, damaged, seeds, slug
 
 _BATCH = 2000
+#: Bad requests of --control.
+_N_REQUESTS = 10_000
 #: A case that is kept for its outcome alone is small.
 _MAX_KEPT_BYTES = 1500
 
@@ -122,9 +130,14 @@ def main() -> int:
     parser.add_argument("--cases", type=int, help="as many cases instead, however long they take")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: CPUs)")
     parser.add_argument("--keep", action="store_true", help="keep the smallest case of every new outcome")
+    parser.add_argument(
+        "--control", action="store_true", help="bad requests to a live host instead (10,000, or as many as --cases)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     asked = parser.parse_args()
     started = time.monotonic()
+    if asked.control:
+        return _control(asked.cases or _N_REQUESTS, as_json=asked.json)
     old = replay()
     tallies = [old]
     if old.finding is None:
@@ -145,6 +158,34 @@ def main() -> int:
         "jobs": asked.jobs,
     }
     print(json.dumps(body) if asked.json else "  ".join(f"{key} {value}" for key, value in body.items()))
+    return 1 if findings else 0
+
+
+def _control(n_cases: int, *, as_json: bool) -> int:
+    """Send bad requests to a host with the stub library; 0 when the law of `control` held."""
+    started, seed, findings = time.monotonic(), os.getpid(), []
+    tally = control.Tally()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        house() as home,
+        served(home, *stub_arguments(Path(folder))) as host,
+    ):
+        try:
+            tally = control.fuzz(host.address, host.process.pid, n_cases, seed, tell=findings.append)
+        except (control.Finding, SplitctlError, OSError) as error:
+            findings.append(f"{type(error).__name__}: {error}")
+        code, log = host.end()
+    if code != 0 or "fault of splitctl" in log:
+        findings.append(f"the host ended with status {code} and said: {log[-2000:]}")
+    for text in findings:
+        sys.stderr.write(f"fuzz: {text}\n")
+    body = {
+        **dataclasses.asdict(tally),
+        "n_findings": len(findings),
+        "seed": seed,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    print(json.dumps(body) if as_json else "  ".join(f"{key} {value}" for key, value in body.items()))
     return 1 if findings else 0
 
 
