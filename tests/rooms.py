@@ -76,6 +76,7 @@ PURE = (
     "splitctl.planning.cells",
     "splitctl.planning.weights",
     "splitctl.planning.backends",
+    "splitctl.planning.consult",
     "splitctl.planning.loading",
     "splitctl.planning.survey",
     "splitctl.layers",
