@@ -72,6 +72,8 @@ class Patient(H11Protocol):
         """Answer what is no request; called where h11 has found that out."""
         error = sys.exception()
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
+        # A transfer coding that h11 does not know is the client's fault all the same.
+        status = status if 400 <= status < 500 else 400
         if self._is_answering:
             # Its request has gone wrong in its middle: whoever answers it hears that the client is gone.
             self.cycle.disconnected = True

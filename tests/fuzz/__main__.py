@@ -1,8 +1,11 @@
-"""`python -m tests.fuzz`: see run."""
+"""`python -m tests.fuzz`: see run; with --http see web."""
 
 from __future__ import annotations
 
-from tests.fuzz.run import main
+import sys
+
+from tests.fuzz import run, web
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    rest = [word for word in sys.argv[1:] if word != "--http"]
+    raise SystemExit(run.main() if len(rest) == len(sys.argv) - 1 else web.main(rest))
