@@ -13,6 +13,7 @@ reserves and never touches, come on top of the budget, as measured with the smal
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -84,11 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget", type=int, default=1536, metavar="MIB", help="memory that a try may take")
     options = parser.parse_args(arguments)
     facts = read_facts(options.model)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for case in CASES:
         predicted = predict(case, facts, options.model, options.budget * _MIB)
         room = options.budget * _MIB + untouched(case, options.model, facts)
-        tried = largest_by_trying(lambda n_ctx, case=case, room=room: survives(case, options.model, room, n_ctx))
+        tried = largest_by_trying(functools.partial(survives, case, options.model, room))
         off = (predicted - tried) / tried if tried else 1.0
         rows.append({"case": case.name, "predicted": predicted, "tried": tried, "off": round(off, 4)})
         if not options.json:
@@ -148,8 +149,8 @@ def survives(case: Case, model: Path, room: int, n_ctx: int) -> bool:
 
 def _run(case: Case, model: Path, room: int | None, n_ctx: int) -> int | None:
     """Run a child; the most address space that it took, bytes, or None when it did not survive."""
-    job = {"model": str(model), "modes": [case.before.value, case.after.value if case.after else None]}
-    job |= {"room": room, "n_ctx": n_ctx}
+    modes = [case.before.value, case.after.value if case.after else None]
+    job = {"model": str(model), "modes": modes, "room": room, "n_ctx": n_ctx}
     # One heap and a fixed threshold: what is freed goes back, as it does on a device.
     env = dict(os.environ, GGML_NO_BACKTRACE="1", MALLOC_ARENA_MAX="1", MALLOC_MMAP_THRESHOLD_="1048576")
     try:

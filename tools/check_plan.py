@@ -28,6 +28,8 @@ from typing import Any, Self
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from check_plan_child import settled  # noqa: E402
+
 from splitctl.buffer_lines import BufferLine  # noqa: E402
 from splitctl.facts import ModelFacts, read_facts  # noqa: E402
 from splitctl.host.reserving import Reserver  # noqa: E402
@@ -35,7 +37,6 @@ from splitctl.placement import FlashAttn, Placement, SplitMode  # noqa: E402
 from splitctl.planning.cells import cache_tensors  # noqa: E402
 from splitctl.planning.memory import DeviceFacts, ModePlan, plan_mode  # noqa: E402
 from splitctl.slices import Cutter  # noqa: E402
-from tools.check_plan_child import settled  # noqa: E402
 
 _MIB = 1024 * 1024
 #: The library prints hundredths of a MiB; a sum of several lines is off by half of one each.
@@ -237,11 +238,11 @@ def _compare_lines(found: Checked, case: Case, facts: ModelFacts, plan: ModePlan
         found.add(what, predicted / _MIB, told / _MIB, bound=slack, least=slack)
 
     model, cache = reported.get("model", {}), reported.get("cache", {})
+    fullest = _fullest_cache(facts, plan) if tensor else 0
     if tensor:
         meta = next((n_bytes for name, n_bytes in model.items() if name.startswith("Meta")), 0)
         same("weights of the fullest device", max(share.weights for share in plan.shares), meta, 1)
         same("weights on the host", plan.host.weights, sum(model.values()) - meta, 1)
-        fullest = _fullest_cache(facts, plan)
         same("cache of the fullest device", fullest, sum(cache.values()), n_lines["cache"] + n_lines["recurrent"])
     elif case.rpc:
         for share, address in zip(plan.shares, _addresses(reported), strict=False):
@@ -301,7 +302,7 @@ def _model(name: str) -> Path:
     real = _CACHE / "models" / f"{name}.gguf"
     if real.exists():
         return real
-    from tools.make_dummies import default_folder, make_many  # noqa: PLC0415 - it opens a library
+    from make_dummies import default_folder, make_many  # noqa: PLC0415 - it opens a library
 
     for _, path, why in make_many(default_folder(), [name]):
         if path is None:

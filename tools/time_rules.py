@@ -21,12 +21,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from gguf_out import header_bytes, padded  # noqa: E402
+
+from llama_native.user_model import MetaKind, MetaValue, TensorSlot  # noqa: E402
 from splitctl.facts import read_facts  # noqa: E402
 from splitctl.gguf_header import read_header  # noqa: E402
 from splitctl.placement import FlashAttn, Placement, SplitMode  # noqa: E402
 from splitctl.switching.circumstances import BuildFacts, HostFacts, SessionFacts  # noqa: E402
 from splitctl.switching.rules import check, refused  # noqa: E402
-from tools.gguf_out import MetaKind, MetaValue, TensorSlot, header_bytes, padded  # noqa: E402
 
 _N_LAYERS, _WIDTH, _VOCABULARY, _N_EXPERTS = 64, 8192, 131_072, 32
 _F16, _F16_BYTES = 1, 2
@@ -45,12 +47,13 @@ def make_sparse(folder: Path, *, n_bytes: int, n_parts: int) -> Path:
     """
     rest = n_bytes // (_N_LAYERS * _F16_BYTES) - 4 * _WIDTH * _WIDTH
     n_ff = max(-(-rest // (3 * _WIDTH * _N_EXPERTS) // 256) * 256, 256)
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "attn_q.weight": (_WIDTH, _WIDTH), "attn_k.weight": (_WIDTH, 1024), "attn_v.weight": (_WIDTH, 1024),
         "attn_output.weight": (_WIDTH, _WIDTH), "ffn_up_exps.weight": (_WIDTH, n_ff, _N_EXPERTS),
         "ffn_gate_exps.weight": (_WIDTH, n_ff, _N_EXPERTS), "ffn_down_exps.weight": (n_ff, _WIDTH, _N_EXPERTS),
     }  # fmt: skip
-    named = [("token_embd.weight", (_WIDTH, _VOCABULARY)), ("output.weight", (_WIDTH, _VOCABULARY))]
+    outer = (_WIDTH, _VOCABULARY)
+    named: list[tuple[str, tuple[int, ...]]] = [("token_embd.weight", outer), ("output.weight", outer)]
     named += [(f"blk.{n}.{tail}", dims) for n in range(_N_LAYERS) for tail, dims in shapes.items()]
     per_part = -(-len(named) // n_parts)
     for part in range(n_parts):

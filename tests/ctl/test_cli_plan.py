@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from time_rules import make_sparse
 
 from splitctl.cli.main import main
 from splitctl.cli.output import ExitCode
 from splitctl.cli.png import Bar, bars_png
 from splitctl.facts import read_facts
-from tools.time_rules import make_sparse
 
 _MIB = 1024 * 1024
 
