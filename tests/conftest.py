@@ -55,7 +55,15 @@ def gemma3_270m(cache_dir: Path) -> Path:
 _ledger = SkipLedger((_TESTS / "allowed_skips.txt").read_text(encoding="utf-8").splitlines())
 
 
-_LONGEST = ("test_real_builds", "test_faults_table", "test_real_shortage", "test_cli_sessions", "test_cli_run", "codec/")
+_LONGEST = (
+    "test_real_builds",
+    "test_faults_table",
+    "test_real_shortage",
+    "test_supervisor",
+    "test_cli_sessions",
+    "test_cli_run",
+    "codec/",
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
