@@ -1,0 +1,357 @@
+#!/usr/bin/env python3
+"""Hold the planner to the driver of a GPU, run it out of memory for real, and time what a switch takes there.
+
+    tools/check_gpu.py [--json] [--lib PATH] [--models 8b,27b] [--parts accuracy,short,rates] [--device CUDA0,CUDA1]
+                       [--sizes CTXxUBATCH,...] [--folder DIR]
+
+One GPU stands for two with GGML_CUDA_DEVICES=2; what lies on it is then compared as one sum. Models of these sizes are
+made on the spot, with random weights. On processors (--device CPU,CPU) it is a rehearsal: resident memory takes the
+driver's place, and is not judged.
+
+accuracy  for each model, each size, and layer, tensor and the switch between them: what `splitctl plan` says, and the
+          most that the driver counts (20 looks a second) over what was there before: within 3 % or 300 MiB, never under
+short     another process holds the rest of the GPU: what a session comes to that does not fit, and whether a hosted one
+          falls back with the right tokens (see `check_gpu_short.py`)
+rates     switch times with a long state, tokens a second in each mode, and what `splitctl explain` makes of them
+
+failed    how many of all these came out otherwise than they must; exit code 1 when there are any
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from check_gpu_short import shortage  # noqa: E402
+from gpu_meter import HOST, Driver, Meter, group_of, visible_gpus  # noqa: E402
+from make_dummies import default_folder  # noqa: E402
+from make_large import SHAPES, make_large  # noqa: E402
+from sweep_children import run_child  # noqa: E402
+
+from splitctl.placement import FlashAttn, Placement, SplitMode  # noqa: E402
+
+_MIB = 1024 * 1024
+#: How much too high a prediction may be: a share of what was measured, or so many bytes.
+SHARE, BYTES = 0.03, 300 * _MIB
+PARTS = ("accuracy", "short", "rates")
+_JOBS = ROOT / "tools" / "gpu_jobs.py"
+_TIMEOUT_S = 300.0
+_N_GENERATE = 24
+#: Tokens of the state whose switch is timed, and how often it goes there and back.
+_STATE_TOKENS = 10_000
+_N_ROUNDS = 3
+_LAYER, _TENSOR = SplitMode.LAYER, SplitMode.TENSOR
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What is measured on.
+
+    Args:
+        library: the libllama.
+        devices: two devices, by the library's names.
+        groups: the memory that each has, in the same order.
+        driver: the GPUs' driver; None where all devices are processors.
+        version: of the library.
+    """
+
+    library: Path
+    devices: tuple[str, ...]
+    groups: tuple[str, ...]
+    driver: Driver | None
+    version: str
+
+    def place(self, mode: SplitMode, n_ctx: int, n_ubatch: int) -> Placement:
+        """Make a placement."""
+        return Placement(
+            mode=mode, devices=self.devices, n_ctx=n_ctx, n_ubatch=n_ubatch, n_batch=max(2048, n_ubatch),
+            flash_attn=FlashAttn.ON,
+        )  # fmt: skip
+
+    def job(self, model: Path, placement: Placement, **more: Any) -> dict[str, Any]:
+        """Make a child's job of work."""
+        plain = {"n_warm_up": 0, "n_prompt": 0, "n_generate": _N_GENERATE, "switches": [], "n_further": 0}
+        return {
+            "job": "work",
+            "model": str(model),
+            "library": str(self.library),
+            "placement": placement.to_json(),
+            **plain,
+            **more,
+        }
+
+
+@dataclass(slots=True)
+class Result:
+    """What everything came to.
+
+    Args:
+        body: by part.
+        failures: what came out otherwise than it must.
+    """
+
+    body: dict[str, Any] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+
+def ask(*arguments: str) -> dict[str, Any]:
+    """Run splitctl with --json.
+
+    Raises:
+        SystemExit: it says nothing that can be read.
+    """
+    program = "import sys; from splitctl.cli.main import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments, "--json"],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S,
+    )  # fmt: skip
+    if not done.stdout.startswith("{"):
+        raise SystemExit(f"splitctl {' '.join(arguments)} ends with {done.returncode}: {done.stderr.strip()[-400:]}")
+    body: dict[str, Any] = json.loads(done.stdout)
+    return body
+
+
+def ground_of(library: Path | None, devices: Sequence[str]) -> Ground:
+    """Look at the devices."""
+    words = ("--lib", str(library)) if library else ()
+    told = ask("doctor", *words)
+    known = {one["name"]: one["description"] for one in told["devices"]}
+    missing = [name for name in devices if name not in known]
+    if missing:
+        raise SystemExit(f"check_gpu: the library has no device {missing[0]}; it has {', '.join(known)}")
+    visible = visible_gpus(os.environ)
+    groups = tuple(group_of(name, known[name], visible) for name in devices)
+    driver = Driver() if any(group != HOST for group in groups) else None
+    return Ground(Path(told["library"]["path"]), tuple(devices), groups, driver, told["library"]["version"])
+
+
+# ---- accuracy ----
+
+
+def check_accuracy(
+    ground: Ground, name: str, model: Path, sizes: Sequence[tuple[int, int]]
+) -> Iterator[dict[str, Any]]:
+    """Compare every mode and the switch at every size."""
+    for n_ctx, n_ubatch in sizes:
+        told = ask(
+            "plan", "-m", str(model), "--device", ",".join(ground.devices), "-psm", "layer", "-sm", "tensor",
+            "-fa", "on", "-c", str(n_ctx), "-ub", str(n_ubatch), "-b", str(max(2048, n_ubatch)),
+            "--lib", str(ground.library),
+        )  # fmt: skip
+        room = n_ctx - n_ubatch - 2 * _N_GENERATE - 8
+        for what, start, switches in (
+            ("layer", _LAYER, ()),
+            ("tensor", _TENSOR, ()),
+            ("layer->tensor", _LAYER, (_TENSOR,)),
+        ):
+            plan = told["switch"] if switches else told["modes"][what]
+            targets = [ground.place(mode, n_ctx, n_ubatch).to_json() for mode in switches]
+            job = ground.job(
+                model, ground.place(start, n_ctx, n_ubatch), n_prompt=room, switches=targets,
+                n_further=n_ubatch if switches else 0,
+            )  # fmt: skip
+            with Meter(ground.groups, ground.driver) as meter:
+                child = run_child(_JOBS, job, _TIMEOUT_S)
+            row = {"model": name, "what": what, "n_ctx": n_ctx, "n_ubatch": n_ubatch, "end": child.end}
+            done = child.told[-1] if child.told and not child.end else {}
+            for group in dict.fromkeys(ground.groups):
+                yield row | _compared(ground, plan, group, meter, done)
+
+
+def _compared(
+    ground: Ground, plan: Mapping[str, Any], group: str, meter: Meter, done: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Compare a group's peak with a plan; sizes in MiB."""
+    seen = meter.seen[group]
+    shares = [share for share, where in zip(plan["devices"], ground.groups, strict=True) if where == group]
+    if group == HOST:
+        shares.append(plan["host"])
+    predicted = sum(share["total"] for share in shares)
+    off = predicted - seen.taken
+    switch = next((step["switch"] for step in done.get("steps", ()) if "switch" in step), None)
+    went_well = bool(done) and (switch is None or switch["status"] == "switched")
+    return {
+        "group": group,
+        "predicted": round(predicted / _MIB, 1),
+        "measured": round(seen.taken / _MIB, 1),
+        "before": round(seen.before / _MIB, 1),
+        "off": round(off / _MIB, 1),
+        "off_share": round(off / seen.taken, 4) if seen.taken else None,
+        "looks": seen.looks,
+        "within": went_well and (group == HOST or 0 <= off <= max(SHARE * seen.taken, BYTES)),
+        "shares": [{name: _rounded(size) for name, size in share.items()} for share in shares],
+        "lines": done.get("lines", []),
+        "log": done.get("log", []),
+        "steps": done.get("steps", []),
+        "open_s": done.get("open_s"),
+    }
+
+
+def _rounded(size: object) -> object:
+    """Give bytes as MiB, anything else as it is."""
+    return round(size / _MIB, 2) if isinstance(size, int) and abs(size) > _MIB else size
+
+
+# ---- rates ----
+
+
+def measure_rates(ground: Ground, model: Path, n_state: int) -> dict[str, Any]:
+    """Time prompts, generations and switches with a state of so many tokens, and ask what pays."""
+    n_ctx = -(-(n_state + 4096) // 256) * 256
+    modes = {mode: ground.place(mode, n_ctx, 512) for mode in (_LAYER, _TENSOR)}
+    rates: dict[str, dict[str, float]] = {}
+    switches: dict[str, list[dict[str, Any]]] = {}
+    for start, other in ((_LAYER, _TENSOR), (_TENSOR, _LAYER)):
+        targets = [modes[mode].to_json() for _ in range(_N_ROUNDS) for mode in (other, start)]
+        job = ground.job(
+            model, modes[start], n_warm_up=512, n_prompt=n_state, n_generate=128,
+            switches=targets if start is _LAYER else [],
+        )  # fmt: skip
+        child = run_child(_JOBS, job, _TIMEOUT_S)
+        if child.end or not child.told:
+            return {"trouble": f"the child of {start.value} ended: {child.end or 'it said nothing'}"}
+        steps = child.told[-1]["steps"]
+        rates[start.value] = {name: round(steps[0][name], 2) for name in ("prompt_tps", "generate_tps")}
+        for before, step in itertools.pairwise(steps):
+            switches.setdefault(f"{before['mode']}->{step['mode']}", []).append(step["switch"])
+    times = {way: _times(each) for way, each in switches.items()}
+    one = times["layer->tensor"]
+    body = {"switch_s": one["total_ms"] / 1e3, "modes": rates}
+    return {
+        "n_tokens": n_state,
+        "rates": body,
+        "switches": times,
+        "explain": [explain(body, n_state, n_generate) for n_generate in (100, 1000, 10_000)],
+    }
+
+
+def _times(outcomes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Give the median of every stage, ms."""
+    stages = {
+        name: round(statistics.median(one["stages_ms"][name] for one in outcomes), 1)
+        for name, first in outcomes[0]["stages_ms"].items()
+        if first is not None
+    }
+    return {
+        "n": len(outcomes),
+        "statuses": sorted({one["status"] for one in outcomes}),
+        "total_ms": round(statistics.median(one["total_ms"] for one in outcomes), 1),
+        "stages_ms": stages,
+        "state_bytes": outcomes[0]["state_bytes"],
+        "weight_bytes": outcomes[0]["weight_bytes"],
+    }
+
+
+def explain(rates: Mapping[str, Any], n_prompt: int, n_generate: int) -> dict[str, Any]:
+    """Ask whether a switch pays."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(rates, file)
+        file.flush()
+        return ask("explain", "--rates", file.name, "--prompt", str(n_prompt), "--generate", str(n_generate))
+
+
+# ---- all of it ----
+
+
+def _sizes(text: str) -> list[tuple[int, int]]:
+    """Read 8192x512,32768x2048."""
+    pairs = (part.split("x") for part in text.split(","))
+    return [(int(n_ctx), int(n_ubatch)) for n_ctx, n_ubatch in pairs]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; see the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--lib", type=Path, help="the libllama; else the first usable one")
+    parser.add_argument("--device", default="CUDA0,CUDA1", help="two devices (default: CUDA0,CUDA1)")
+    parser.add_argument("--models", default="8b,27b", help=f"of {', '.join(SHAPES)}; the first for short and rates")
+    parser.add_argument("--sizes", type=_sizes, default="8192x512,32768x2048", help="contexts and micro-batches")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--state", type=int, default=_STATE_TOKENS, metavar="N", help="tokens of the state to switch")
+    parser.add_argument("--folder", type=Path, default=default_folder(), help="where models are made")
+    options = parser.parse_args(arguments)
+    parts = options.parts.split(",")
+    ground = ground_of(options.lib, options.device.split(","))
+    result = Result(_about(ground))
+    names = options.models.split(",")
+    models = {name: make_large(options.folder, name) for name in names}
+    told = (lambda *_: None) if options.json else _show
+    if "accuracy" in parts:
+        rows = result.body["accuracy"] = []
+        for name, path in models.items():
+            for row in check_accuracy(ground, name, path, options.sizes):
+                rows.append(row)
+                told(row)
+        result.failures += [_failure(row) for row in rows if not row["within"]]
+    if "rates" in parts:
+        found = result.body["rates"] = measure_rates(ground, models[names[0]], options.state)
+        told(found)
+        result.failures += [found["trouble"]] if "trouble" in found else []
+    if "short" in parts:
+        found = result.body["short"] = shortage(ground, models[names[0]], options.sizes[0])
+        told(found)
+        result.failures += found["failures"]
+    result.body |= {"failed": len(result.failures), "failures": result.failures}
+    print(json.dumps(result.body) if options.json else _sentence(result.body))
+    return 1 if result.failures else 0
+
+
+def _about(ground: Ground) -> dict[str, Any]:
+    """Say what was measured on, and when."""
+    body: dict[str, Any] = {
+        "date": dt.datetime.now(dt.UTC).date().isoformat(),
+        "build": ground.version,
+        "library": str(ground.library),
+        "devices": list(ground.devices),
+        "groups": list(ground.groups),
+    }
+    if ground.driver is not None:
+        gpus = [int(group.removeprefix("gpu")) for group in dict.fromkeys(ground.groups) if group != HOST]
+        body |= {"driver": ground.driver.version(), "gpus": [ground.driver.name(index) for index in gpus]}
+    return body
+
+
+def _failure(row: Mapping[str, Any]) -> str:
+    """Say what is wrong with a row."""
+    name = f"{row['model']} {row['what']} -c {row['n_ctx']} -ub {row['n_ubatch']} on {row['group']}"
+    if row["end"]:
+        return f"{name}: {row['end']}"
+    return f"{name}: predicted {row['predicted']} MiB, measured {row['measured']} MiB"
+
+
+def _show(found: Mapping[str, Any]) -> None:
+    """Print a row for people, or a part as it is."""
+    if "off" not in found:
+        print(json.dumps(found, indent=1))
+        return
+    mark = " " if found["within"] else "!"
+    print(
+        f"{mark} {found['model']:<5} {found['what']:<14} -c {found['n_ctx']:<6} -ub {found['n_ubatch']:<5} "
+        f"{found['group']:<5} predicted {found['predicted']:>9.1f}  measured {found['measured']:>9.1f}  "
+        f"{found['off']:>+8.1f} MiB",
+        flush=True,
+    )
+
+
+def _sentence(body: Mapping[str, Any]) -> str:
+    """Say the end."""
+    return "\n".join([f"{body['failed']} outside their bounds", *(f"  {one}" for one in body["failures"])])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""Runs a GPU out of memory for real: another process holds the rest, and a session that does not fit is opened there.
+
+In layer mode such a load returns; in tensor mode stock builds abort. A hosted session has to live through the second:
+it serves in layer mode, is switched by force to a tensor split that does not fit, and has to go on in layer mode with
+the tokens that it would have drawn without the try.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import greedy_gaps
+from gpu_jobs import tokens_of
+from gpu_meter import HOST, Driver, Meter
+from sweep_children import run_child
+
+from splitctl.facts import read_facts
+from splitctl.host.requests import GenerateRequest
+from splitctl.host.streams import Begun, Delta, Done
+from splitctl.host.supervisor import HostConfig, Supervisor
+from splitctl.placement import Placement, SplitMode
+from splitctl.sequence import SamplerSpec
+
+_MIB = 1024 * 1024
+_JOBS = Path(__file__).resolve().parent / "gpu_jobs.py"
+_TIMEOUT_S = 300.0
+_N_STREAMS = 2
+_N_PROMPT = 400
+_N_PREDICT = 160
+#: Tokens that the last stream has drawn before the switch is asked for.
+_N_BEFORE = 20
+#: What is left free beyond what layer mode takes.
+_ROOM_BYTES = 512 * _MIB
+#: The tensor placement that cannot fit has a context so many times as long; on processors one that no memory holds.
+_LONGER = 16
+_ENDLESS = 1 << 24
+
+
+class Ground(Protocol):
+    """What is measured on; see `check_gpu.Ground`."""
+
+    @property
+    def library(self) -> Path:
+        """The libllama."""
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Two devices."""
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The memory that each has."""
+
+    @property
+    def driver(self) -> Driver | None:
+        """The GPUs' driver."""
+
+    def place(self, mode: SplitMode, n_ctx: int, n_ubatch: int) -> Placement:
+        """Make a placement."""
+
+
+def shortage(ground: Ground, model: Path, size: tuple[int, int]) -> dict[str, Any]:
+    """Open what does not fit, then let a hosted session try it.
+
+    Args:
+        ground: where.
+        model: the GGUF.
+        size: context and micro-batch of layer mode, tokens.
+
+    Returns:
+        What was seen, and under ``failures`` what came out otherwise than it must.
+    """
+    layer = replace(ground.place(SplitMode.LAYER, *size), n_seq_max=_N_STREAMS, kv_unified=True)
+    is_gpu = ground.driver is not None
+    longer = layer.n_ctx * _LONGER if is_gpu else _ENDLESS
+    tensor = replace(layer, mode=SplitMode.TENSOR, n_ctx=longer)
+    body: dict[str, Any] = {"layer": layer.to_json(), "tensor": tensor.to_json()}
+    wanted = asyncio.run(host(ground, model, layer, None))
+    body["undisturbed"] = wanted
+    with Meter(ground.groups, ground.driver) as meter:
+        body["fits"] = opening(ground, model, layer)
+    taken = {group: seen.taken for group, seen in meter.seen.items()}
+    body["layer_takes"] = taken
+    failures = [] if body["fits"]["status"] == "opened" else [f"layer mode does not open: {body['fits']}"]
+    if is_gpu:
+        with held({group: n_bytes // 2 for group, n_bytes in taken.items()}):
+            body["half"] = {one.mode.value: opening(ground, model, one) for one in (layer, tensor)}
+        if body["half"]["layer"]["status"] != "refused":
+            failures.append(f"layer mode in half of its memory does not return an error: {body['half']['layer']}")
+    with held({group: n_bytes + _ROOM_BYTES for group, n_bytes in taken.items()}) as free:
+        body["free"] = free
+        body["enough"] = {one.mode.value: opening(ground, model, one) for one in (layer, tensor)}
+        if body["enough"]["layer"]["status"] != "opened":
+            failures.append(f"layer mode does not open in its own memory: {body['enough']['layer']}")
+        if body["enough"]["tensor"]["status"] != "died" and is_gpu:
+            failures.append(f"tensor mode does not abort where it does not fit: {body['enough']['tensor']}")
+        found = asyncio.run(host(ground, model, layer, tensor))
+    body["hosted"] = found
+    failures += _wrong(ground, model, wanted, found, n_lost=1 if body["enough"]["tensor"]["status"] == "died" else 0)
+    return body | {"failures": failures}
+
+
+def opening(ground: Ground, model: Path, placement: Placement) -> dict[str, Any]:
+    """Open a session in a child.
+
+    Returns:
+        Under ``status`` opened, refused (it returned an error) or died.
+    """
+    job = {
+        "job": "open",
+        "model": str(model),
+        "library": str(ground.library),
+        "placement": placement.to_json(),
+        "n_prompt": min(placement.n_ctx // 2, 4 * placement.n_ubatch),
+    }
+    child = run_child(_JOBS, job, _TIMEOUT_S)
+    if child.end or not child.told:
+        return {"status": "died", "at": child.at.get("at"), "end": child.end}
+    return child.told[-1]
+
+
+@contextmanager
+def held(leave: dict[str, int]) -> Iterator[dict[str, int]]:
+    """Hold the memory of every GPU but so many bytes; processors' is left alone.
+
+    Yields:
+        What is free of each, bytes.
+    """
+    children: list[subprocess.Popen[str]] = []
+    free = {}
+    try:
+        for number, (group, n_bytes) in enumerate(leave.items()):
+            if group == HOST:
+                continue
+            words = json.dumps({"job": "hold", "gpu": number, "leave": n_bytes})
+            child = subprocess.Popen(
+                [sys.executable, str(_JOBS), words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            children.append(child)
+            said = child.stdout.readline() if child.stdout else ""
+            if not said.startswith("{"):
+                raise SystemExit(f"check_gpu: the memory of {group} cannot be held: {said!r}")
+            free[group] = json.loads(said)["free"]
+        yield free
+    finally:
+        for child in children:
+            child.communicate("")
+
+
+async def host(ground: Ground, model: Path, layer: Placement, target: Placement | None) -> dict[str, Any]:
+    """Serve streams in layer mode, and switch by force on the way where there is a target.
+
+    Returns:
+        The tokens of every stream, how each ended, the outcome of the switch, and the status at the end.
+    """
+    n_vocab = read_facts(model).n_vocab
+    texts: list[list[int]] = [[] for _ in range(_N_STREAMS)]
+    ends: list[str] = ["" for _ in range(_N_STREAMS)]
+    said: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        config = HostConfig(
+            model=model, library=ground.library, placement=layer, name="short", state_folder=Path(folder)
+        )
+        supervisor = Supervisor(config, env=dict(os.environ, GGML_NO_BACKTRACE="1"), tell=said.append)
+        await supervisor.start()
+        try:
+            are_there = asyncio.Event()
+
+            async def read(stream: int, begun: asyncio.Event) -> None:
+                request = GenerateRequest(
+                    tokens=tuple(tokens_of(_N_PROMPT, n_vocab, 10 + stream)),
+                    n_predict=_N_PREDICT,
+                    sampler=SamplerSpec(temp=0.0),
+                )
+                async for event in await supervisor.generate(request):
+                    match event:
+                        case Begun():
+                            begun.set()
+                        case Delta(token=int(token)):
+                            texts[stream].append(token)
+                            if stream == _N_STREAMS - 1 and len(texts[stream]) == _N_BEFORE:
+                                are_there.set()
+                        case Done():
+                            ends[stream] = event.why.value
+                begun.set()
+                are_there.set()
+
+            readers = []
+            for stream in range(_N_STREAMS):
+                begun = asyncio.Event()
+                readers.append(asyncio.create_task(read(stream, begun)))
+                await begun.wait()
+            outcome = None
+            if target is not None:
+                await are_there.wait()
+                drawn = [len(text) for text in texts]
+                changes = {"mode": target.mode, "n_ctx": target.n_ctx}
+                outcome = await supervisor.switch(changes, force=True)
+                outcome["drawn_before"] = drawn
+            await asyncio.gather(*readers)
+            status = supervisor.status()
+        finally:
+            await supervisor.stop(save=False)
+    kept = ("state", "effective", "worker_restarts", "recomputed")
+    return {
+        "texts": texts, "ends": ends, "outcome": outcome, "status": {name: status[name] for name in kept}, "said": said
+    }  # fmt: skip
+
+
+def _wrong(ground: Ground, model: Path, wanted: dict[str, Any], found: dict[str, Any], n_lost: int) -> list[str]:
+    """Say what did not hold of the hosted session."""
+    failures = []
+    outcome, status = found["outcome"], found["status"]
+    if outcome["status"] != "fell_back" or outcome["effective"] != "layer":
+        failures.append(f"the switch came to {outcome['status']} in {outcome['effective']}: {outcome['reason']}")
+    if status["state"] != "serving" or status["worker_restarts"] != n_lost:
+        failures.append(f"the session is {status['state']} after {status['worker_restarts']} lost workers")
+    n_vocab = read_facts(model).n_vocab
+    found["equal"] = [one == other for one, other in zip(found["texts"], wanted["texts"], strict=True)]
+    if not all(found["equal"]):
+        # Who else was in a batch changes the order of floats: a fresh context judges what differs.
+        texts = [
+            ([*tokens_of(_N_PROMPT, n_vocab, 10 + stream), *text], _N_PROMPT)
+            for stream, text in enumerate(found["texts"])
+        ]
+        gaps = greedy_gaps.measure(ground.library, model, texts, ground.devices)
+        found["gaps"] = [[gap.worst, gap.control, gap.n_other] for gap in gaps]
+        failures += [f"stream {stream} has other tokens" for stream, gap in enumerate(gaps) if not gap.is_right]
+    failures += [f"a stream ended with {end}" for end in found["ends"] if end != "length"]
+    return failures
+
+
+__all__ = ["shortage"]
