@@ -441,3 +441,70 @@ def test_an_interrupt_ends_an_answer_and_the_session_goes_on(home: House, host: 
     assert process.returncode == 130
     assert json.loads(out)["exit_code"] == 130
     assert ask(host.address, StatusRequest())["state"] == "serving"
+
+
+def test_a_parked_session_is_told_and_brought_back(home: House, tmp_path: Path) -> None:
+    """When nothing can be loaded any more: status 5 and the file; restore brings the session back, tokens and all."""
+    faults = tmp_path / "faults"
+    arguments = ["attach", "-p", "hello", "-n", "6", "--temp", "0"]
+    with served(home, *stub_arguments(tmp_path), STUB_FAULTS_FILE=str(faults)):
+        before = home.json(*arguments)["tokens"]
+        faults.write_text("load:abort", encoding="utf-8")
+        done = home.run("switch", "--to", "tensor", "--force", "--json")
+        assert done.returncode == 5, done.stderr
+        outcome = json.loads(done.stdout)
+        assert (outcome["status"], outcome["effective"]) == ("parked", None)
+        path = outcome["parked_at"]
+        assert path in _lines(done)[-1]
+        assert home.run(*arguments).returncode == 5
+        assert f"restore {path}" in home.run("ps").stdout.decode()
+        faults.unlink()
+        assert home.json("restore", path)["sequences"] == 1
+        again = home.json(*arguments)
+        assert (again["tokens"], again["n_reused"] > 0) == (before, True)
+
+
+def test_prompts_at_a_terminal(home: House, host: Host) -> None:
+    """At a terminal there is a mark to type at; Ctrl-C ends an endless answer, and at the mark the command."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        home.command("attach", "--temp", "0"), stdin=theirs, stdout=theirs, stderr=theirs, env=home.env(TERM="xterm")
+    )
+    os.close(theirs)
+    said = ""
+
+    def wait_for(text: str) -> None:
+        nonlocal said
+        while text not in said:
+            said += os.read(ours, 4096).decode("utf-8", "replace")
+        said = said.partition(text)[2]
+
+    try:
+        wait_for("> ")
+        os.write(ours, b"hello\n")
+        while "generating" not in [one["state"] for one in ask(host.address, StatusRequest())["sequences"]]:
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        wait_for("(cancelled)")
+        wait_for("> ")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(GUARD_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+@pytest.mark.model
+def test_a_real_model_is_served_switched_and_asked_again(home: House, smollm2: Path) -> None:
+    """The real model answers before and after a switch from another command; the chat that was read is held."""
+    arguments = ["attach", "--chat", "-p", "Say hello.", "-n", "6", "--temp", "0"]
+    with served(home, "-m", smollm2, "--device", "CPU,CPU", "-c", "512", "-t", "1"):
+        first = home.json(*arguments)
+        assert len(first["tokens"]) == 6
+        assert home.json("switch", "--to", "tensor")["status"] == "switched"
+        again = home.json(*arguments)
+        assert again["n_reused"] == again["n_prompt"] - 1 > 0
+        (status,) = home.json("ps")["sessions"]
+        assert (status["effective"], status["last_switch"]["confirmed"]) == ("tensor", True)
+        assert home.json("stop")["path"] == str(home.saved())
