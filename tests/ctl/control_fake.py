@@ -15,30 +15,7 @@ from splitctl.errors import Busy
 from splitctl.host.control import ControlServer, Limits
 from splitctl.host.requests import GenerateRequest
 from splitctl.host.runtime import Address, claim, prepared
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """As the supervisor's."""
-
-    n_prompt: int
-    n_reused: int
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """As the supervisor's."""
-
-    text: str
-    token: int
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """As the supervisor's."""
-
-    why: str
+from splitctl.host.streams import Begun, Delta, Done, Why
 
 
 class FakeStream:
@@ -65,7 +42,7 @@ class FakeStream:
             yield Delta("x" * self._host.piece, 7, index)
             index += 1
             self._host.n_drawn += 1
-        yield Done("cancelled" if self._cancelled.is_set() else "length")
+        yield Done(Why.CANCELLED if self._cancelled.is_set() else Why.LENGTH)
 
 
 class FakeHost:

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from splitctl.cli.main import main
-from splitctl.cli.options import placement_options, sampler_options
+from splitctl.cli.options import changes_options, placement_options, sampler_options, serving_placement_options
 from splitctl.cli.output import ExitCode, error_body, one_line, print_json, switch_table
 from splitctl.placement import FlashAttn, Placement, SplitMode
 from splitctl.sequence import RANDOM_SEED, SamplerSpec
@@ -167,6 +167,48 @@ def test_every_flag_arrives() -> None:
         n_threads_batch=5,
     )
     assert sampler == SamplerSpec(0.0, 7, 0.5, 0.1, 1.5, 9, 11, ("a", "b"))
+
+
+def _changes(arguments: list[str], **env: str) -> dict[str, Any]:
+    seen: list[dict[str, Any]] = []
+
+    @click.command()
+    @changes_options
+    def command(changes: dict[str, Any]) -> None:
+        seen.append(changes)
+
+    done = CliRunner().invoke(command, arguments, env=env, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return seen[0]
+
+
+def test_only_named_flags_are_changes() -> None:
+    """What is not on the command line is no change, whatever a variable says; defaults can be named."""
+    assert _changes([], LLAMA_ARG_CTX_SIZE="64", LLAMA_ARG_NO_KV_OFFLOAD="1") == {}
+    assert _changes(["-sm", "layer", "-ts", ""]) == {"mode": SplitMode.LAYER, "tensor_split": None}
+    words = "-ts 3,1 -mg 0 --device CPU,CPU -ngl all -c 0 -ctk f16 -ctv f16 -kvo -fa auto -b 64 -ub 32 -np 4 -kvu -t -1 -tb 2"
+    assert _changes(words.split()) == {
+        "tensor_split": (3.0, 1.0), "main_gpu": 0, "devices": ("CPU", "CPU"), "n_gpu_layers": -1, "n_ctx": 0,
+        "type_k": "f16", "type_v": "f16", "offload_kqv": True, "flash_attn": FlashAttn.AUTO, "n_batch": 64,
+        "n_ubatch": 32, "n_seq_max": 4, "kv_unified": True, "n_threads": 0, "n_threads_batch": 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "n_seq_max", "unified"),
+    [([], 4, True), (["-np", "2"], 2, False), (["-np", "2", "-kvu"], 2, True), (["-no-kvu"], 4, False)],
+)
+def test_a_server_has_llama_servers_sequences(arguments: list[str], n_seq_max: int, unified: bool) -> None:
+    """Four sequences that share one cache, until somebody says how many."""
+    seen: list[Placement] = []
+
+    @click.command()
+    @serving_placement_options
+    def command(placement: Placement) -> None:
+        seen.append(placement)
+
+    assert CliRunner().invoke(command, arguments, catch_exceptions=False).exit_code == 0
+    assert (seen[0].n_seq_max, seen[0].kv_unified) == (n_seq_max, unified)
 
 
 def test_variables_stand_in_for_flags() -> None:

@@ -182,7 +182,7 @@ def test_a_stream_arrives_whole() -> None:
     with served() as here:
         told: list[dict[str, Any]] = []
         done = ask(here.address, GenerateRequest(prompt="a", n_predict=100), on_event=told.append)
-        assert done == {"why": "length"}
+        assert done["why"] == "length"
         assert told[0] == {"kind": "begun", "n_prompt": 3, "n_reused": 1}
         assert [one["index"] for one in told[1:]] == list(range(100))
 
@@ -195,7 +195,7 @@ def test_a_cancel_ends_a_generation_and_it_still_answers() -> None:
         while True:
             for message in client.read():
                 if isinstance(message, Answer):
-                    assert message.body == {"why": "cancelled"}
+                    assert message.body["why"] == "cancelled"
                     return
 
 
