@@ -186,8 +186,8 @@ def test_only_named_flags_are_changes() -> None:
     """What is not on the command line is no change, whatever a variable says; defaults can be named."""
     assert _changes([], LLAMA_ARG_CTX_SIZE="64", LLAMA_ARG_NO_KV_OFFLOAD="1") == {}
     assert _changes(["-sm", "layer", "-ts", ""]) == {"mode": SplitMode.LAYER, "tensor_split": None}
-    words = "-ts 3,1 -mg 0 --device CPU,CPU -ngl all -c 0 -ctk f16 -ctv f16 -kvo -fa auto -b 64 -ub 32 -np 4 -kvu -t -1 -tb 2"
-    assert _changes(words.split()) == {
+    words = "-ts 3,1 -mg 0 --device CPU,CPU -ngl all -c 0 -ctk f16 -ctv f16 -kvo -fa auto -b 64 -ub 32 -np 4 -kvu"
+    assert _changes([*words.split(), "-t", "-1", "-tb", "2"]) == {
         "tensor_split": (3.0, 1.0), "main_gpu": 0, "devices": ("CPU", "CPU"), "n_gpu_layers": -1, "n_ctx": 0,
         "type_k": "f16", "type_v": "f16", "offload_kqv": True, "flash_attn": FlashAttn.AUTO, "n_batch": 64,
         "n_ubatch": 32, "n_seq_max": 4, "kv_unified": True, "n_threads": 0, "n_threads_batch": 2,
