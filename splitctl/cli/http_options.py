@@ -62,7 +62,7 @@ def http_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "--drain",
         "drain_s",
         type=click.FloatRange(min=0.0),
-        default=5.0,
+        default=3.0,
         show_default=True,
         metavar="S",
         help="When told to end, give HTTP answers that are under way so long.",

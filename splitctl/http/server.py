@@ -54,7 +54,7 @@ class HttpConfig:
     origins: tuple[str, ...] = ()
     folder: Path | None = None
     limits: Limits = field(default_factory=Limits)
-    drain_s: float = 5.0
+    drain_s: float = 3.0
     visible_gpus: str | None = None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,9 +14,11 @@ import pytest
 
 from splitctl.host.client import ask as ask_socket
 from splitctl.host.requests import StatusRequest
-from tests.ctl.houses import house, stub_arguments
+from tests.ctl.houses import GUARD_S, house, stub_arguments
 from tests.ctl.web import Web, events, web
+from tests.stublib import needs_compiler
 
+pytestmark = [pytest.mark.model, pytest.mark.stub, pytest.mark.slow, needs_compiler]
 CHAT = "/v1/chat/completions"
 KEY = "a-key-of-this-test"
 SAYS = [{"role": "user", "content": "Name three colours."}]
@@ -334,6 +337,30 @@ def test_a_worker_killed_under_eight_streams_loses_none() -> None:
             assert one[-1] == "[DONE]"
             assert _text(one) == _text(other)
         assert server.get("/session").body["worker_restarts"] == 1
+
+
+def test_a_signal_lets_answers_end_and_a_second_one_does_not() -> None:
+    """At SIGTERM a stream under way comes whole and the host ends with 0; a second one ends it at once."""
+    body = json.dumps({"prompt": "x", "max_tokens": 200, "temperature": 0, "stream": True})
+    for is_twice in (False, True):
+        drain = ("--drain", "1000" if is_twice else "60")
+        with house() as home, web(home, *stub_arguments(home.folder), *drain, STUB_FAULTS="pace:decode=5000") as server:
+            connection = server.connect()
+            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            raw = response.read1()
+            if is_twice:
+                server.host.process.send_signal(signal.SIGTERM)
+                assert server.host.process.stderr is not None
+                while b"once more ends at once" not in server.host.process.stderr.readline():
+                    continue
+                assert server.host.end()[0] == 130
+            else:
+                server.host.process.send_signal(signal.SIGTERM)
+                assert events(raw + response.read())[-1] == "[DONE]"
+                assert server.host.process.wait(GUARD_S) == 0
+            response.close()
+            connection.close()
 
 
 def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(stub: Web) -> None:

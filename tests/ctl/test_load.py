@@ -7,8 +7,11 @@ import json
 import load
 import pytest
 
+from tests.stublib import needs_compiler
+
 
 @pytest.mark.stub
+@needs_compiler
 def test_no_token_is_lost_under_many_clients_and_switches(capsys: pytest.CaptureFixture[str]) -> None:
     """Every answer of many clients is the one that a single client gets, whatever the session does meanwhile."""
     assert load.main(["--json", "--clients", "24", "--seconds", "3", "--slots", "4"]) == 0
