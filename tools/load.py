@@ -288,7 +288,7 @@ def host(model: Path | None, library: Path | None, n_slots: int) -> Iterator[int
         if model is None:
             placed: list[str | Path] = [*stub_arguments(home.folder), "-c", str(128 * n_slots)]
         else:
-            placed = ["-m", model, "--device", "CPU,CPU", "-c", str(128 * n_slots), "-t", "2"]
+            placed = ["-m", model, "--device", "CPU,CPU", "-c", str(128 * n_slots), "-t", "1"]
             placed += [] if library is None else ["--lib", library]
         with web(home, *placed, "-np", str(n_slots), "-sm", "layer") as server:
             yield server.port
