@@ -15,7 +15,6 @@ from splitctl.errors import (
     ContextFull,
     DeadlineExceeded,
     Parked,
-    Reason,
     Refused,
     SplitctlError,
     WorkerLost,
@@ -24,6 +23,7 @@ from splitctl.host.desk import OrderFailed
 from splitctl.host.protocol import Fault
 from splitctl.host.wire import MessageInvalid
 from splitctl.http.errors import ApiError, api_error
+from splitctl.outcome import Reason
 
 
 @pytest.mark.parametrize(
