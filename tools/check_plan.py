@@ -117,16 +117,17 @@ def cases() -> Iterator[Case]:
     for model in ("smollm2", "gemma3-270m"):
         for mode in (none, layer, tensor):
             yield Case(model, _place(mode))
-        yield Case(model, _place(layer, n_ctx=2048, n_batch=1024, n_ubatch=1024))
+        yield Case(model, _place(layer, n_ctx=1500, n_batch=512, n_ubatch=256))
         yield Case(model, _place(layer, n_ctx=1500, n_seq_max=3, kv_unified=True, tensor_split=(3.0, 1.0)))
-    yield Case("smollm2", _place(tensor, n_ctx=4096, n_ubatch=256, n_seq_max=4))
-    yield Case("gemma3-270m", _place(layer, n_ctx=2048, n_ubatch=256, n_seq_max=4))
+    yield Case("smollm2", _place(layer, n_ctx=1500, n_batch=1024, n_ubatch=1024))
+    yield Case("smollm2", _place(tensor, n_ctx=2048, n_ubatch=256, n_seq_max=4))
+    yield Case("gemma3-270m", _place(layer, n_ctx=1024, n_ubatch=256, n_seq_max=4))
     yield Case("smollm2", _place(tensor, tensor_split=(1.0, 0.0)))
-    yield Case("smollm2", _place(tensor, tensor_split=(0.1, 0.9), type_k="q8_0", type_v="q8_0", n_ctx=3000))
-    yield Case("smollm2", _place(layer, type_k="q4_0", type_v="q4_0", n_ctx=4096))
-    yield Case("smollm2", _place(layer, flash_attn=FlashAttn.OFF, n_ctx=2048))
-    yield Case("smollm2", _place(tensor, devices=("CPU",) * 3, n_ctx=2048))
-    yield Case("smollm2", _place(layer, offload_kqv=False, n_ctx=2048))
+    yield Case("smollm2", _place(tensor, tensor_split=(0.1, 0.9), type_k="q8_0", type_v="q8_0", n_ctx=1500))
+    yield Case("smollm2", _place(layer, type_k="q4_0", type_v="q4_0", n_ctx=1500))
+    yield Case("smollm2", _place(layer, flash_attn=FlashAttn.OFF))
+    yield Case("smollm2", _place(tensor, devices=("CPU",) * 3))
+    yield Case("smollm2", _place(layer, offload_kqv=False))
     for model in (
         "llama+moe",
         "qwen3+gqa",
@@ -144,7 +145,7 @@ def cases() -> Iterator[Case]:
     for mode in (layer, tensor):
         for split in (None, (3.0, 1.0)):
             yield Case("smollm2", _place(mode, devices=("RPC0", "RPC1"), tensor_split=split), rpc=True)
-    yield Case("gemma3-270m", _place(layer, devices=("RPC0", "RPC1"), n_ctx=2048), rpc=True)
+    yield Case("gemma3-270m", _place(layer, devices=("RPC0", "RPC1")), rpc=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -49,15 +49,15 @@ class Backend:
 
 #: What a loaded model costs beside its buffers: the vocabulary's tables, graphs and bookkeeping.  Source: resident
 #: memory of SmolLM2 (49k tokens, 21 MiB) and gemma-3-270m (262k tokens, 59 MiB) beyond the library's own lines.
-HOST_FIXED_BYTES = 20 * _MIB
+HOST_FIXED_BYTES = 24 * _MIB
 HOST_BYTES_PER_TOKEN = 256
 #: Tensor mode keeps graphs and tensors of its own for each device.
 HOST_BYTES_PER_SLICE = 8 * _MIB
 
 #: The processor.  Source: TENSOR_ALIGNMENT in ggml-impl.h.
 CPU = Backend("CPU", alignment=32, maps_files=True, is_host=True)
-#: A processor behind RPC: the server allocates, nothing is mapped here.
-RPC = Backend("RPC", alignment=32, fixed_bytes=0)
+#: A processor behind RPC: the server allocates, nothing is mapped here, and it keeps graphs of its own.
+RPC = Backend("RPC", alignment=32, fixed_bytes=8 * _MIB)
 #: Source: MATRIX_ROW_PADDING and get_alignment in ggml-cuda.cu. The fixed cost is the context with its kernels, the
 #: pool of the matrix kernels and the workspace of cuBLAS.
 CUDA = Backend("CUDA", alignment=128, row_values=512, fixed_bytes=600 * _MIB)
