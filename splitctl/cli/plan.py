@@ -29,6 +29,7 @@ from splitctl.errors import BadModelFile
 from splitctl.facts import ModelFacts, read_facts
 from splitctl.host.reserving import LibraryMissing, Reserver
 from splitctl.placement import Placement, SplitMode
+from splitctl.planning.backends import unit_of
 from splitctl.planning.fitting import MIN_CHUNK, Chunk
 from splitctl.planning.memory import DeviceFacts
 from splitctl.planning.survey import (
@@ -184,7 +185,7 @@ def _gather(
 ) -> _Asked:
     """Ask the library for its devices and, mode by mode, for what it would take."""
     told = reserver(placement).library
-    machine = _machine(told["devices"], free, placement)
+    machine = _machine(told, free, placement)
     prompt = dataclasses.replace(placement, mode=prompt_mode or placement.mode)
     if prompt_mode is not None and prompt_mode is not placement.mode:
         prompt = dataclasses.replace(prompt, tensor_split=None)
@@ -210,10 +211,11 @@ def _gather(
     return _Asked(placement, prompt, known, build.version, build.max_devices, unsaid)
 
 
-def _machine(
-    told: Sequence[Mapping[str, Any]], free: Mapping[str, int], placement: Placement
-) -> tuple[DeviceFacts, ...]:
-    """Put the devices together: those that are there, and those that are only named."""
+def _machine(told: Mapping[str, Any], free: Mapping[str, int], placement: Placement) -> tuple[DeviceFacts, ...]:
+    """Put the devices together: those that are there, and those that are only named.
+
+    NCCL takes real devices alone.  Source: ggml_backend_cuda_comm_init_nccl in ggml-cuda.cu.
+    """
     found = [
         DeviceFacts(
             name=one["name"],
@@ -221,8 +223,10 @@ def _machine(
             free=free.get(one["name"], one["memory_free"]),
             total=one["memory_total"],
             address=one["description"] if one["name"].startswith("RPC") else "",
+            unit=unit_of(one["description"]),
+            by_nccl=told["has_nccl"] and one["backend"].startswith("CUDA") and not unit_of(one["description"]),
         )
-        for one in told
+        for one in told["devices"]
     ]
     names = {device.name for device in found}
     found += [DeviceFacts(name, "gpu", free[name]) for name in free if name not in names and name != "host"]

@@ -125,6 +125,7 @@ def reserve_buffers(request: ReserveRequest, env: Mapping[str, str], emit: Calla
             "version": library.version,
             "max_devices": library.max_devices,
             "can_reserve": can_reserve(library),
+            "has_nccl": _has_nccl(),
             "devices": [device_body(one) for one in library.devices()],
         },
         "reservations": [],

@@ -44,7 +44,7 @@ class Reserved:
     Attributes:
         reservations: what the library would take, one a size; empty where it cannot say.
         why: why there are none, or fewer than sizes; empty when there are all.
-        library: path, version, max_devices, can_reserve and devices, as the child told them.
+        library: path, version, max_devices, can_reserve, has_nccl and devices, as the child told them.
     """
 
     reservations: tuple[Reservation, ...]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from splitctl.facts import ModelFacts
 from splitctl.layers import layers_of
-from splitctl.placement import Placement, SplitMode
+from splitctl.placement import FlashAttn, Placement, SplitMode
 from splitctl.planning import backends as costs
 from splitctl.planning import weights as weighing
 from splitctl.planning.backends import CPU, Backend, backend_of
@@ -42,6 +42,8 @@ class DeviceFacts:
         free: memory that is free on it, bytes; None where it is not known.
         total: its memory, bytes; None where it is not known.
         address: of the server behind it, for RPC devices.
+        unit: the real device behind it, where it is a virtual one; empty where it is real itself.
+        by_nccl: whether NCCL adds up partial results with it.
     """
 
     name: str
@@ -49,6 +51,8 @@ class DeviceFacts:
     free: int | None = None
     total: int | None = None
     address: str = ""
+    unit: str = ""
+    by_nccl: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +200,7 @@ def plan_mode(
     buffers = _assigned(compute, devices)
     rows = max(n_outputs or 0, placement.n_seq_max)
     width = facts.n_vocab + (facts.n_embd if facts.is_encoder_decoder else 0)
+    fixed = _fixed(facts, placement, devices, backends)
     shares = tuple(
         Share(
             index=number,
@@ -203,8 +208,8 @@ def plan_mode(
             weights=layout.weights[number],
             cache=layout.cache[number],
             compute=buffers[number],
-            exchange=compute.exchange_bytes,
-            fixed=backends[number].fixed_bytes,
+            exchange=compute.exchange_bytes + (_reducing(device, backends[number]) if compute.exchange_bytes else 0),
+            fixed=fixed[number],
         )
         for number, device in enumerate(devices)
     )
@@ -231,6 +236,23 @@ def plan_mode(
         cut=layout.cut,
         layer_bytes=layout.layer_bytes,
     )
+
+
+def _fixed(
+    facts: ModelFacts, placement: Placement, devices: Sequence[DeviceFacts], backends: Mapping[int, Backend]
+) -> list[int]:
+    """Tell what backends take for themselves; those that share a real device share the cost of its context."""
+    n_ubatch, has_flash = shape_of(facts, placement).n_ubatch, placement.flash_attn is not FlashAttn.OFF
+    units = [device.unit or device.name for device in devices]
+    return [
+        backends[number].own_bytes(facts, n_ubatch, has_flash_attn=has_flash, n_sharing=units.count(unit))
+        for number, unit in enumerate(units)
+    ]
+
+
+def _reducing(device: DeviceFacts, backend: Backend) -> int:
+    """Tell what a device holds to add up partial results, beside the buffers for them."""
+    return backend.nccl_bytes if device.by_nccl else backend.reduce_bytes
 
 
 def plan_switch(before: ModePlan, after: ModePlan, carry: int) -> SwitchPlan:

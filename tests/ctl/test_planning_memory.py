@@ -10,7 +10,7 @@ import pytest
 from splitctl.facts import ModelFacts, read_facts
 from splitctl.gguf_header import TensorInfo
 from splitctl.placement import FlashAttn, Placement, SplitMode
-from splitctl.planning.backends import CUDA, RPC, backend_of
+from splitctl.planning.backends import CUDA, RPC, backend_of, unit_of
 from splitctl.planning.compute import compute_of
 from splitctl.planning.fitting import lacking, needs_of_mode, needs_of_switch
 from splitctl.planning.memory import (
@@ -137,6 +137,53 @@ def test_backends_pad() -> None:
     assert CUDA.allocated(odd, 3 * 612) == -(-(1836 + 448 // 32 * 34) // 128) * 128
     assert CUDA.allocated(TensorInfo("y", (512, 1), 8, 544, 0), 544) == 640
     assert backend_of("CUDA0").fixed_bytes > RPC.fixed_bytes
+
+
+def _quantized(kind: int = 8) -> ModelFacts:
+    """One layer of q8_0 as wide as 4096 and 14336 values, or of another type."""
+    dims = {"ffn_up": (4096, 14336), "ffn_down": (14336, 4096)}
+    return model_facts(
+        tensors=tuple(TensorInfo(f"blk.0.{name}.weight", size, kind, 1, 0) for name, size in dims.items())
+    )
+
+
+def test_a_pool_holds_the_widest_rows_of_a_micro_batch() -> None:
+    """In blocks of 36 bytes for 32 values, or in half floats with the product; only CUDA has one."""
+    parts = 132 * 128 * 128 * 4
+    assert CUDA.pool_bytes(_quantized(), 512) == -(-(512 * 14336 * 36 // 32 + parts) // (2 * _MIB)) * 2 * _MIB
+    assert CUDA.pool_bytes(_quantized(1), 512) == -(-(512 * 2 * (14336 + 4096) + parts) // (2 * _MIB)) * 2 * _MIB
+    assert RPC.pool_bytes(_quantized(), 512) == 0
+
+
+def test_a_blas_is_charged_where_products_are_left_to_it() -> None:
+    """Floats among the weights, or attention without its own kernel; its kernels are there once a real device."""
+
+    def own(kind: int, *, flash: bool = True, n_sharing: int = 1) -> int:
+        pool = CUDA.pool_bytes(_quantized(kind), 512)
+        return CUDA.own_bytes(_quantized(kind), 512, has_flash_attn=flash, n_sharing=n_sharing) - pool
+
+    plain = CUDA.fixed_bytes + CUDA.device_bytes
+    assert own(8) == plain
+    assert own(1) == own(8, flash=False) == plain + CUDA.blas_bytes + CUDA.blas_kernel_bytes
+    assert own(8, n_sharing=2) == CUDA.fixed_bytes // 2 + CUDA.device_bytes
+
+
+def test_virtual_devices_share_the_cost_of_the_real_one() -> None:
+    """Its context is there once, whatever they are called; real devices have one each."""
+    names = ("NVIDIA H200 (dev p0/v0)", "NVIDIA H200 (dev p0/v1)")
+    assert [unit_of(name) for name in (*names, "NVIDIA H200")] == ["p0", "p0", ""]
+    virtual = tuple(DeviceFacts(f"CUDA{n}", "gpu", 8 * _GIB, unit=unit_of(name)) for n, name in enumerate(names))
+    one, two = (plan_mode(_quantized(), LAYER, machine) for machine in (virtual, TWO_GPUS))
+    assert two.total - one.total == CUDA.fixed_bytes
+    assert one.shares[0].fixed == one.shares[1].fixed
+
+
+def test_nccl_takes_more_than_a_build_without_it() -> None:
+    """In tensor mode, on every device."""
+    with_nccl = tuple(dataclasses.replace(device, by_nccl=True) for device in TWO_GPUS)
+    some, more = (plan_mode(_facts(), TENSOR, machine) for machine in (TWO_GPUS, with_nccl))
+    assert more.total - some.total == 2 * (CUDA.nccl_bytes - CUDA.reduce_bytes)
+    assert plan_mode(_facts(), LAYER, with_nccl).total == plan_mode(_facts(), LAYER, TWO_GPUS).total
 
 
 def _peaks(layer: tuple[int, int], tensor: tuple[int, int]) -> list[int]:
