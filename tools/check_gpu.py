@@ -30,8 +30,9 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -198,6 +199,7 @@ def _compared(
         "log": done.get("log", []),
         "steps": done.get("steps", []),
         "open_s": done.get("open_s"),
+        "free": [round(n_bytes / _MIB, 1) for n_bytes in done.get("free", [])],
     }
 
 
@@ -276,7 +278,9 @@ def _sizes(text: str) -> list[tuple[int, int]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; see the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object, and what is found on the way to stderr"
+    )
     parser.add_argument("--lib", type=Path, help="the libllama; else the first usable one")
     parser.add_argument("--device", default="CUDA0,CUDA1", help="two devices (default: CUDA0,CUDA1)")
     parser.add_argument("--models", default="8b,27b", help=f"of {', '.join(SHAPES)}; the first for short and rates")
@@ -290,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result = Result(_about(ground))
     names = options.models.split(",")
     models = {name: make_large(options.folder, name) for name in names}
-    told = (lambda *_: None) if options.json else _show
+    told = partial(_show, file=sys.stderr if options.json else sys.stdout)
     if "accuracy" in parts:
         rows = result.body["accuracy"] = []
         for name, path in models.items():
@@ -334,16 +338,17 @@ def _failure(row: Mapping[str, Any]) -> str:
     return f"{name}: predicted {row['predicted']} MiB, measured {row['measured']} MiB"
 
 
-def _show(found: Mapping[str, Any]) -> None:
+def _show(found: Mapping[str, Any], file: TextIO) -> None:
     """Print a row for people, or a part as it is."""
     if "off" not in found:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(found, indent=1), file=file, flush=True)
         return
     mark = " " if found["within"] else "!"
     print(
         f"{mark} {found['model']:<5} {found['what']:<14} -c {found['n_ctx']:<6} -ub {found['n_ubatch']:<5} "
         f"{found['group']:<5} predicted {found['predicted']:>9.1f}  measured {found['measured']:>9.1f}  "
         f"{found['off']:>+8.1f} MiB",
+        file=file,
         flush=True,
     )
 

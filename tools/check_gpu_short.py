@@ -34,7 +34,9 @@ from splitctl.sequence import SamplerSpec
 _MIB = 1024 * 1024
 _JOBS = Path(__file__).resolve().parent / "gpu_jobs.py"
 _TIMEOUT_S = 300.0
-_N_STREAMS = 2
+#: A stream alone has the same floats every time; of two, who else was in a batch changes their order.
+_N_STREAMS = (1, 2)
+_MOST = max(_N_STREAMS)
 _N_PROMPT = 400
 _N_PREDICT = 160
 #: Tokens that the last stream has drawn before the switch is asked for.
@@ -80,12 +82,12 @@ def shortage(ground: Ground, model: Path, size: tuple[int, int]) -> dict[str, An
     Returns:
         What was seen, and under ``failures`` what came out otherwise than it must.
     """
-    layer = replace(ground.place(SplitMode.LAYER, *size), n_seq_max=_N_STREAMS, kv_unified=True)
+    layer = replace(ground.place(SplitMode.LAYER, *size), n_seq_max=_MOST, kv_unified=True)
     is_gpu = ground.driver is not None
     longer = layer.n_ctx * _LONGER if is_gpu else _ENDLESS
     tensor = replace(layer, mode=SplitMode.TENSOR, n_ctx=longer)
     body: dict[str, Any] = {"layer": layer.to_json(), "tensor": tensor.to_json()}
-    wanted = asyncio.run(host(ground, model, layer, None))
+    wanted = {n: asyncio.run(host(ground, model, layer, None, n)) for n in _N_STREAMS}
     body["undisturbed"] = wanted
     with Meter(ground.groups, ground.driver) as meter:
         body["fits"] = opening(ground, model, layer)
@@ -104,9 +106,11 @@ def shortage(ground: Ground, model: Path, size: tuple[int, int]) -> dict[str, An
             failures.append(f"layer mode does not open in its own memory: {body['enough']['layer']}")
         if body["enough"]["tensor"]["status"] != "died" and is_gpu:
             failures.append(f"tensor mode does not abort where it does not fit: {body['enough']['tensor']}")
-        found = asyncio.run(host(ground, model, layer, tensor))
+        found = {n: asyncio.run(host(ground, model, layer, tensor, n)) for n in _N_STREAMS}
     body["hosted"] = found
-    failures += _wrong(ground, model, wanted, found, n_lost=1 if body["enough"]["tensor"]["status"] == "died" else 0)
+    n_lost = 1 if body["enough"]["tensor"]["status"] == "died" else 0
+    for n, seen in found.items():
+        failures += [f"{n} streams: {what}" for what in _wrong(ground, model, wanted[n], seen, n_lost=n_lost)]
     return body | {"failures": failures}
 
 
@@ -157,15 +161,17 @@ def held(leave: dict[str, int]) -> Iterator[dict[str, int]]:
             child.communicate("")
 
 
-async def host(ground: Ground, model: Path, layer: Placement, target: Placement | None) -> dict[str, Any]:
-    """Serve streams in layer mode, and switch by force on the way where there is a target.
+async def host(
+    ground: Ground, model: Path, layer: Placement, target: Placement | None, n_streams: int
+) -> dict[str, Any]:
+    """Serve so many streams in layer mode, and switch by force on the way where there is a target.
 
     Returns:
         The tokens of every stream, how each ended, the outcome of the switch, and the status at the end.
     """
     n_vocab = read_facts(model).n_vocab
-    texts: list[list[int]] = [[] for _ in range(_N_STREAMS)]
-    ends: list[str] = ["" for _ in range(_N_STREAMS)]
+    texts: list[list[int]] = [[] for _ in range(n_streams)]
+    ends: list[str] = ["" for _ in range(n_streams)]
     said: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         config = HostConfig(
@@ -188,7 +194,7 @@ async def host(ground: Ground, model: Path, layer: Placement, target: Placement 
                             begun.set()
                         case Delta(token=int(token)):
                             texts[stream].append(token)
-                            if stream == _N_STREAMS - 1 and len(texts[stream]) == _N_BEFORE:
+                            if stream == n_streams - 1 and len(texts[stream]) == _N_BEFORE:
                                 are_there.set()
                         case Done():
                             ends[stream] = event.why.value
@@ -196,7 +202,7 @@ async def host(ground: Ground, model: Path, layer: Placement, target: Placement 
                 are_there.set()
 
             readers = []
-            for stream in range(_N_STREAMS):
+            for stream in range(n_streams):
                 begun = asyncio.Event()
                 readers.append(asyncio.create_task(read(stream, begun)))
                 await begun.wait()
@@ -233,11 +239,22 @@ def _wrong(ground: Ground, model: Path, wanted: dict[str, Any], found: dict[str,
             ([*tokens_of(_N_PROMPT, n_vocab, 10 + stream), *text], _N_PROMPT)
             for stream, text in enumerate(found["texts"])
         ]
-        gaps = greedy_gaps.measure(ground.library, model, texts, ground.devices)
+        found["differ_at"] = [
+            _first_other(one, other) for one, other in zip(found["texts"], wanted["texts"], strict=True)
+        ]
+        try:
+            gaps = greedy_gaps.measure(ground.library, model, texts, ground.devices)
+        except RuntimeError as error:
+            return [*failures, str(error)]
         found["gaps"] = [[gap.worst, gap.control, gap.n_other] for gap in gaps]
         failures += [f"stream {stream} has other tokens" for stream, gap in enumerate(gaps) if not gap.is_right]
     failures += [f"a stream ended with {end}" for end in found["ends"] if end != "length"]
     return failures
+
+
+def _first_other(one: list[int], other: list[int]) -> int | None:
+    """Find the first token that differs; None where none does."""
+    return next((index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
 
 
 __all__ = ["shortage"]

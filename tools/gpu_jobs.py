@@ -9,7 +9,7 @@ import ctypes
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 if TYPE_CHECKING:
+    from llama_native import Library
     from splitctl.session import Session
 
 _MIB = 1024 * 1024
@@ -44,6 +45,8 @@ def tokens_of(n: int, n_vocab: int, seed: int = 1) -> list[int]:
 def work(job: Mapping[str, Any]) -> None:
     """Open a session, read a prompt, generate, and for every further placement switch, read and generate again.
 
+    Free memory is told before, when the session is open, and after each step, by the library's own word.
+
     Job: model, library, placement, n_warm_up, n_prompt, n_generate, switches (placements), n_further (tokens read after
     each switch).
     """
@@ -56,9 +59,12 @@ def work(job: Mapping[str, Any]) -> None:
     heard: list[str] = []
     library.log.listen(lambda _, text: heard.append(text))
     say(at="opening")
+    placement = Placement.from_json(job["placement"])
+    free = [_free(library, placement.devices)]
     started = perf_counter()
-    with Session.open(job["model"], Placement.from_json(job["placement"]), library=library) as session:
+    with Session.open(job["model"], placement, library=library) as session:
         body: dict[str, Any] = {"build": library.version, "open_s": perf_counter() - started, "steps": []}
+        free.append(_free(library, placement.devices))
         lines = buffer_lines("".join(heard).splitlines())
         body["lines"] = [[line.buffer, line.kind, line.n_bytes] for line in lines]
         n_vocab = session.facts.n_vocab
@@ -68,14 +74,22 @@ def work(job: Mapping[str, Any]) -> None:
             session.remove_sequence(0)
         say(at="working")
         body["steps"].append(_step(session, tokens_of(job["n_prompt"], n_vocab), job["n_generate"]))
-        for placement in job["switches"]:
-            target = Placement.from_json(placement)
+        free.append(_free(library, placement.devices))
+        for plain in job["switches"]:
+            target = Placement.from_json(plain)
             say(at=f"switching to {target.mode.value}")
             outcome = session.switch(target, force=True)
             step = _step(session, tokens_of(job["n_further"], n_vocab, 2), job["n_generate"])
             body["steps"].append(step | {"switch": outcome.to_json()})
+            free.append(_free(library, placement.devices))
+    body["free"] = free
     body["log"] = [text for text in "".join(heard).splitlines() if _is_worth_telling(text)]
     say(status="done", **body)
+
+
+def _free(library: Library, names: Sequence[str]) -> int:
+    """Sum the free memory of devices by the library's own word, bytes."""
+    return sum(device.memory_free for device in library.devices() if device.name in names)
 
 
 def _is_worth_telling(line: str) -> bool:

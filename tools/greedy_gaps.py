@@ -12,6 +12,7 @@ token left out.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -119,7 +120,7 @@ class Reader:
             n_threads=1,
             n_threads_batch=1,
         )
-        library = Library.open(job["library"])
+        library = Library.open(job["library"], env=os.environ)
         self.model = Model.load(library, job["model"], model_params(self.placement))
 
     def gaps(self, tokens: Sequence[int], n_prompt: int) -> list[float]:

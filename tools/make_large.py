@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Make llama models of real sizes with random q8_0 weights, as fast as the disk takes them.
+"""Make llama models of real sizes with random weights, as fast as the disk takes them.
 
-    tools/make_large.py [--out DIR] [--json] [NAME...]      NAME: 27b, 8b, tiny; without any: 8b
+    tools/make_large.py [--out DIR] [--json] [NAME...]      NAME: 27b, 8b, 3b-f16, tiny; without any: 8b
 
 Blocks are drawn once and laid side by side, each tensor beginning at another one: nothing is zero, and no two layers
 are alike. The vocabulary is made up: bytes, and words that only a tokenizer would meet.
@@ -27,7 +27,7 @@ from make_dummies import default_folder
 
 from llama_native.user_model import MetaKind, MetaValue, TensorSlot
 
-_F32, _Q8_0 = 0, 8
+_F32, _F16, _Q8_0 = 0, 1, 8
 #: A block of q8_0: a half float as scale, and so many bytes.  Source: ggml-common.h, block_q8_0.
 _BLOCK_VALUES, _BLOCK_BYTES = 32, 34
 #: Weights come out with a standard deviation of 0.02: so much a step of a byte drawn from -127 to 127.
@@ -51,6 +51,7 @@ class Shape:
         n_head_kv: KV heads.
         n_ff: width of the feed-forward part.
         n_vocab: tokens.
+        is_half: weights are half floats, else blocks of q8_0.
     """
 
     n_layer: int
@@ -59,6 +60,7 @@ class Shape:
     n_head_kv: int
     n_ff: int
     n_vocab: int
+    is_half: bool = False
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Give the shape of every tensor, the fastest dimension first."""
@@ -87,6 +89,7 @@ class Shape:
 #: The 8B is that of Llama 3; the 27B has the width and heads of models of its size.
 SHAPES: Mapping[str, Shape] = {
     "tiny": Shape(4, 512, 8, 4, 1408, 2048),
+    "3b-f16": Shape(28, 3072, 24, 8, 8192, 128256, is_half=True),
     "8b": Shape(32, 4096, 32, 8, 14336, 128256),
     "27b": Shape(64, 5120, 40, 8, 21504, 152064),
 }
@@ -104,7 +107,7 @@ def make_large(folder: Path, name: str) -> Path:
     """
     shape = SHAPES[name]
     metadata = _metadata(name, shape)
-    slots = [_slot(tensor, dims) for tensor, dims in shape.tensors().items()]
+    slots = [_slot(tensor, dims, is_half=shape.is_half) for tensor, dims in shape.tensors().items()]
     header = header_bytes(metadata, slots)
     path = folder / f"large-{name}-{hashlib.sha256(header).hexdigest()[:10]}.gguf"
     if path.exists():
@@ -112,7 +115,7 @@ def make_large(folder: Path, name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{path.name}-")
     try:
-        _fill(handle, header, slots)
+        _fill(handle, header, slots, _halves() if shape.is_half else _blocks())
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -122,11 +125,13 @@ def make_large(folder: Path, name: str) -> Path:
     return path
 
 
-def _slot(name: str, dims: tuple[int, ...]) -> TensorSlot:
-    """Size a tensor: a norm in floats, a matrix in blocks."""
+def _slot(name: str, dims: tuple[int, ...], *, is_half: bool) -> TensorSlot:
+    """Size a tensor: a norm in floats, a matrix in halves or blocks."""
     n_values = int(np.prod(dims))
     if len(dims) == 1:
         return TensorSlot(name, dims, _F32, 4 * n_values)
+    if is_half:
+        return TensorSlot(name, dims, _F16, 2 * n_values)
     return TensorSlot(name, dims, _Q8_0, n_values // _BLOCK_VALUES * _BLOCK_BYTES)
 
 
@@ -156,7 +161,14 @@ def _metadata(name: str, shape: Shape) -> tuple[MetaValue, ...]:
     )
 
 
-def _pool() -> npt.NDArray[np.uint8]:
+def _halves() -> npt.NDArray[np.uint8]:
+    """Draw half floats: uint8[_POOL_BLOCKS, 34], seventeen a row."""
+    random = np.random.default_rng(16)
+    halves = random.standard_normal((_POOL_BLOCKS, _BLOCK_BYTES // 2), dtype=np.float32) * np.float32(0.02)
+    return halves.astype(np.float16).view(np.uint8)
+
+
+def _blocks() -> npt.NDArray[np.uint8]:
     """Draw the blocks: uint8[_POOL_BLOCKS, 34]."""
     random = np.random.default_rng(8)
     blocks = random.integers(-127, 128, (_POOL_BLOCKS, _BLOCK_BYTES), dtype=np.int8).view(np.uint8)
@@ -165,9 +177,9 @@ def _pool() -> npt.NDArray[np.uint8]:
     return blocks
 
 
-def _fill(handle: int, header: bytes, slots: Sequence[TensorSlot]) -> None:
+def _fill(handle: int, header: bytes, slots: Sequence[TensorSlot], drawn: npt.NDArray[np.uint8]) -> None:
     """Write everything, several tensors at a time."""
-    pool = _pool().reshape(-1).data
+    pool = drawn.reshape(-1).data
     offsets, end = [], len(header)
     for slot in slots:
         offsets.append(end)
