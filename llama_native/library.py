@@ -66,6 +66,8 @@ class Library:
         self.origin = ""
         self.version = ""
         self.rpc_servers: tuple[str, ...] = ()
+        self.env: Mapping[str, str] = {}
+        """What is known of the environment that the library reads; empty where nobody told."""
 
     @staticmethod
     def open(path: str | os.PathLike[str] | None = None, *, env: Mapping[str, str] | None = None) -> Library:
@@ -73,7 +75,7 @@ class Library:
 
         Args:
             path: the shared library; None: the first usable candidate of ``discover.candidates``.
-            env: the environment that discovery reads (LLAMA_NATIVE_LIB, ...); None: nothing from it.
+            env: the environment that discovery reads (LLAMA_NATIVE_LIB, ...), and the library; None: nothing of it.
 
         Returns:
             The process's library.
@@ -86,7 +88,9 @@ class Library:
             SecondLibrary: another libllama is open in this process.
             ForkedProcess: the library was opened before a fork.
         """
-        return _open(Path(path) if path is not None else None, env or {})
+        library = _open(Path(path) if path is not None else None, env or {})
+        library.env = env or library.env
+        return library
 
     @property
     def build(self) -> str:

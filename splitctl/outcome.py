@@ -18,6 +18,10 @@ Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 """What a JSON document can hold."""
 
 
+DOES_NOT_FIT = "does-not-fit"
+"""The code of reasons for want of memory, on a device or for the carry."""
+
+
 class SwitchStatus(Enum):
     """How a switch ended."""
 

@@ -1,8 +1,7 @@
 """An in-process session: a model that goes on serving while its split mode changes under it.
 
 Main path of a switch: ``Session.switch`` -> ``switcher.run`` -> ``machine.step`` -> command -> ``effects.perform`` ->
-event -> ``machine.step``. It survives failures that return; a library that aborts takes the process with it (which
-is why a target is tried in a child first, and why a hosted session runs in a worker).
+event -> ``machine.step``. A library that aborts takes the process along: a child tries first, a worker hosts sessions.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from splitctl.errors import Cancelled, ConfigInvalid, DeadlineExceeded, Refused
 from splitctl.facts import read_facts
 from splitctl.outcome import Reason, SwitchOutcome, SwitchStatus
 from splitctl.placement import Placement
+from splitctl.planning.lookout import Lookout
 from splitctl.sequence import Token
 from splitctl.storage import Restored, Storage
 from splitctl.switching.checking import Checker
@@ -102,7 +102,7 @@ class Session:
         check_adapters(loaded)
         library = library or Library.open()
         wanted = resolve_threads(placement or Placement())
-        checker = Checker(library, facts, prober)
+        checker = Checker(library, facts, prober, Lookout(library, facts))
         reasons = checker.opening(wanted, n_adapters=len(adapters), force=force)
         if reasons:
             raise Refused(reasons)
@@ -337,7 +337,7 @@ class Session:
             target: the whole placement wanted (``session.placement.changed(mode=...)`` makes one).
             proof: how the restored state is proved.
             convert: False refuses a target that needs the carry converted.
-            force: skip the rules and the probe; structural checks stay.
+            force: skip the rules, the probe and what the planner says does not fit; structural checks stay.
             timeout_s: how long to wait for the token boundary, seconds; None: as long as it takes.
             progress: told the stage and the share of it that is done.
 

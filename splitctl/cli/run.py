@@ -31,6 +31,7 @@ from splitctl.placement import Placement, SplitMode
 from splitctl.sequence import SamplerSpec
 
 _PROOFS = ("bytes", "positions", "off")
+_MAX_BATCH = 2**31 - 1
 
 #: Parameters that make sense for a session that is served.
 _WITH_SESSION = frozenset(
@@ -39,6 +40,24 @@ _WITH_SESSION = frozenset(
         "temp", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed", "stop",
     }
 )  # fmt: skip
+
+
+class _Chunk(click.ParamType[int]):
+    """A number of tokens, or auto."""
+
+    name = "N|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Read it; auto is 0."""
+        if value == "auto":
+            return 0
+        try:
+            tokens = int(value)
+        except ValueError:
+            tokens = 0
+        if not 1 <= tokens <= _MAX_BATCH:
+            self.fail(f"{value!r} is not a number of tokens from 1 on, or auto", param, ctx)
+        return tokens
 
 
 @click.command()
@@ -61,9 +80,25 @@ _WITH_SESSION = frozenset(
     metavar=MODES,
     help="Split mode for the prompt; where it is not -sm's, the session switches before it generates.",
 )
+@click.option(
+    "-pb",
+    "--prompt-batch-size",
+    "prompt_batch",
+    type=click.IntRange(1, _MAX_BATCH),
+    metavar="N",
+    help="Most tokens of one decode of the prompt; -b is for the generation, and the switch gives the buffers back.",
+)
+@click.option(
+    "-pub",
+    "--prompt-ubatch-size",
+    "prompt_ubatch",
+    type=_Chunk(),
+    metavar="[N|auto]",
+    help="Most tokens of one computed batch of the prompt; auto is the largest that every device can lend.",
+)
 @click.option("--proof", type=click.Choice(_PROOFS), default="bytes", show_default=True, help="How a switch is proved.")
 @click.option("--no-convert", is_flag=True, help="Refuse a switch that would have to convert the cache.")
-@click.option("--force", is_flag=True, help="Switch in spite of warnings.")
+@click.option("--force", is_flag=True, help="Switch in spite of warnings, and to what surely does not fit.")
 @click.option(
     "--restore",
     type=click.Path(path_type=Path),
@@ -86,6 +121,8 @@ def run(
     chat: bool,
     n_predict: int,
     prompt_mode: SplitMode | None,
+    prompt_batch: int | None,
+    prompt_ubatch: int | None,
     proof: str,
     no_convert: bool,
     force: bool,
@@ -124,6 +161,8 @@ def run(
             convert=not no_convert,
             restore=restore,
             save=save,
+            prompt_batch=prompt_batch,
+            prompt_ubatch=prompt_ubatch,
         )
         answer = ask(request, screen)
         if answer.code is not ExitCode.DONE:

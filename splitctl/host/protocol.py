@@ -101,6 +101,9 @@ class RunRequest:
         n_predict: most tokens to generate; negative means until the model ends or the context is full.
         placement: where and how to generate.
         prompt_mode: the split mode for the prompt, or None for the placement's own.
+        prompt_batch: most tokens of one decode of the prompt, or None for the placement's own.
+        prompt_ubatch: most tokens of one computed batch of the prompt; 0 for the largest that every device can lend,
+            None for the placement's own.
         sampler: how tokens are picked, and the texts that end the generation.
         proof: how the restored state is proved after a switch: bytes, positions or off.
         force: whether a switch goes on in spite of warnings that only advise against it.
@@ -124,6 +127,8 @@ class RunRequest:
     convert: bool = True
     restore: Path | None = None
     save: Path | None = None
+    prompt_batch: int | None = None
+    prompt_ubatch: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,16 @@ from splitctl import chat
 from splitctl.errors import Cancelled, ConfigInvalid, ContextFull, Parked, SplitctlError
 from splitctl.facts import ModelFacts, read_facts
 from splitctl.host.faults import failure_of
+from splitctl.host.phases import reading_placement, with_largest_chunk
 from splitctl.host.probes import Prober, verdicts_file
 from splitctl.host.prompts import chat_tokens, text_tokens
 from splitctl.host.protocol import Event, Failure, Partial, Piece, Progress, Result, RunRequest
+from splitctl.host.reserving import Reserver
 from splitctl.host.stop_texts import StopTexts
 from splitctl.outcome import SwitchOutcome, SwitchStatus
 from splitctl.placement import Placement, SplitMode
 from splitctl.planning.hindsight import Observed, look_back
+from splitctl.planning.lookout import machine_of
 from splitctl.probing import VerdictCache
 from splitctl.sequence import RANDOM_SEED, SamplerSpec
 from splitctl.session import Proof, Session
@@ -55,7 +58,7 @@ class _Run:
 
     Attributes:
         placement: where the session serves.
-        reads_in: the mode of the prompt.
+        reading: the placement of the prompt, as it was asked for.
         facts: what the model's header says.
         sampler: how tokens are drawn, its seed a number.
         text: the answer so far, raw bytes without a stop text.
@@ -71,7 +74,7 @@ class _Run:
     """
 
     placement: Placement
-    reads_in: SplitMode
+    reading: Placement
     facts: ModelFacts
     sampler: SamplerSpec
     text: bytearray = field(default_factory=bytearray)
@@ -128,10 +131,12 @@ class _Run:
             return None
         if self.switch["status"] in {SwitchStatus.PARKED.value, SwitchStatus.REFUSED.value}:
             return None
+        if self.reading.mode.value == self.switch["requested"]:
+            return None  # Other batch sizes in the same mode: it was done for the memory.
         # A try in a child is made once for a build and a kind of model: it is no part of what a switch takes.
         switch_ms = self.switch["total_ms"] - (self.switch["stages_ms"]["checking"] or 0.0)
         seen = Observed(
-            reads_in=self.reads_in,
+            reads_in=self.reading.mode,
             generates_in=self.placement.mode,
             requested=SplitMode(self.switch["requested"]),
             n_prompt=self.n_prompt,
@@ -164,8 +169,8 @@ def run(request: RunRequest, library: Library, env: Mapping[str, str], emit: Emi
     sampler = request.sampler
     if sampler.seed == RANDOM_SEED:
         sampler = dataclasses.replace(sampler, seed=secrets.randbelow(RANDOM_SEED))
-    first = dataclasses.replace(request.placement, mode=request.prompt_mode or request.placement.mode)
-    state = _Run(first, first.mode, facts, sampler)
+    first = _first_placement(request, library, env, facts)
+    state = _Run(first, first, facts, sampler)
     prober = prober_of(library, env, request.rpc, cancel.is_set)
     state.n_devices = len(request.placement.devices or prober.device_names)
     if request.rpc and request.placement.mode is not first.mode and request.placement.mode in TRIED:
@@ -178,6 +183,14 @@ def run(request: RunRequest, library: Library, env: Mapping[str, str], emit: Emi
     except (SplitctlError, NativeError) as error:
         return _failure(error, request, state)
     return Result(state.body())
+
+
+def _first_placement(request: RunRequest, library: Library, env: Mapping[str, str], facts: ModelFacts) -> Placement:
+    """Give the placement of the prompt; the largest chunk is looked for while nothing is loaded."""
+    if request.prompt_ubatch != 0:
+        return reading_placement(request)
+    reserver = Reserver(request.model, library.path, env, request.rpc)
+    return with_largest_chunk(request, facts, machine_of(library.devices(), library.env), reserver)
 
 
 def prober_of(
@@ -235,7 +248,7 @@ def _work(
         if request.prompt:
             _read_prompt(session, request, emit, state)
         emit(Partial(state.body()))
-        if session.placement.mode is not request.placement.mode:
+        if _has_two_phases(state.reading, request):
             _switch(session, request, emit, state)
             # A library that dies later takes the worker with it, and must not take the outcome too.
             emit(Partial(state.body()))
@@ -278,7 +291,7 @@ def _read_prompt(session: Session, request: RunRequest, emit: Emit, state: _Run)
     if 0 < asked < len(tokens):
         # The library rounds a small context up, so that the tokens might fit: what was asked for counts.
         raise ContextFull(0, len(tokens), asked)
-    if session.placement.mode is not request.placement.mode:
+    if _has_two_phases(state.reading, request):
         # The switch that is coming should not wait for the kernel to hand out pages.
         session.reserve(len(tokens), proof=Proof(request.proof))
     emit(Progress("prompt", 0.0, f"{len(tokens)} tokens in {session.placement.mode.value} mode"))
@@ -321,6 +334,11 @@ def _switch(session: Session, request: RunRequest, emit: Emit, state: _Run) -> N
         plain = switch(dataclasses.replace(target, type_k=PLAIN_CACHE, type_v=PLAIN_CACHE))
         outcome = plain if plain.status is not SwitchStatus.REFUSED else _refused_twice(outcome, plain)
     _book_switch(outcome, session, state)
+
+
+def _has_two_phases(reading: Placement, request: RunRequest) -> bool:
+    """Tell whether the generation wants another placement than the prompt, be it for its batch sizes alone."""
+    return bool(reading.differs(request.placement))
 
 
 def _refused_twice(asked: SwitchOutcome, plain: SwitchOutcome) -> SwitchOutcome:

@@ -2,7 +2,8 @@
 
 A try runs in a child process (``host.probes.Prober``), which may die of it: that is its answer. It is asked only for
 modes that a build can get wrong, and only when no rule has refused the target for good. What is known already, from
-earlier tries and from `splitctl verify`, counts in every mode.
+earlier tries and from `splitctl verify`, counts in every mode. Before a switch the planner is asked too: what surely
+does not fit is refused, and --force tries it all the same.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
-from splitctl.outcome import Reason
+from splitctl.outcome import DOES_NOT_FIT, Reason
 from splitctl.placement import SplitMode
 from splitctl.probing import Verdict
 from splitctl.switching import rules
@@ -39,13 +40,23 @@ class Prober(Protocol):
         """Return what is remembered of a placement; None where nothing is."""
 
 
+class Planner(Protocol):
+    """Compares a target with the memory that is free now."""
+
+    def __call__(self, current: Placement, target: Placement) -> tuple[Reason, ...]:
+        """Return why a target surely does not fit once the current placement is freed; empty where it may."""
+
+
 class Checker:
     """Judges targets for one model and library."""
 
-    def __init__(self, library: Library, facts: ModelFacts, prober: Prober | None) -> None:
-        """Judge by the rules, and by ``prober`` where there is one."""
+    def __init__(
+        self, library: Library, facts: ModelFacts, prober: Prober | None, planner: Planner | None = None
+    ) -> None:
+        """Judge by the rules, and by ``prober`` and ``planner`` where they are there."""
         self._facts = facts
         self._prober = prober
+        self._planner = planner
         self._build = BuildFacts(version=library.version, max_devices=library.max_devices)
         self._devices = {
             device.name: device.kind.name.lower() if device.kind else "" for device in library.devices(memory=False)
@@ -87,7 +98,12 @@ class Checker:
 
         findings = judge(None)
         if force:
-            return rules.refused(f for f in findings if not f.settled_by_probe)
+            return rules.refused(f for f in findings if not (f.settled_by_probe or f.code == DOES_NOT_FIT))
+        if self._planner is not None and current is not None and rules.worth_a_try(findings):
+            # Before a try: it would take the very memory that is lacking.
+            lacking = self._planner(current, target)
+            if lacking:
+                return lacking
         if self._prober is None or not rules.worth_a_try(findings):
             return rules.refused(findings)
         if target.mode not in TRIED:
@@ -105,4 +121,4 @@ class Checker:
         return rules.refused(judge(verdict))
 
 
-__all__ = ["TRIED", "Checker", "Prober"]
+__all__ = ["TRIED", "Checker", "Planner", "Prober"]

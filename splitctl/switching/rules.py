@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from splitctl.facts import ModelFacts
-from splitctl.outcome import Reason
+from splitctl.outcome import DOES_NOT_FIT, Reason
 from splitctl.placement import FlashAttn, Placement, SplitMode
 from splitctl.probing.verdicts import ProbeVerdict, Verdict
 from splitctl.slices import effective_split
@@ -403,9 +403,10 @@ def _memory(case: _Case) -> Iterator[Finding]:
     if wanted > available:
         text = (
             f"the carry ({state} bytes) and the largest tensor ({case.facts.largest_tensor_bytes} bytes) need {wanted} "
-            f"more bytes of host memory and {available} are available; end other programs, or shorten the session"
+            f"more bytes of host memory and {available} are available; end other programs, shorten the session, or "
+            "try it with --force"
         )
-        yield Finding("not-enough-host-memory", text)
+        yield Finding(DOES_NOT_FIT, text)
 
 
 _RULES: tuple[Callable[[_Case], Iterator[Finding]], ...] = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -510,6 +511,45 @@ def test_a_reader_that_leaves_is_no_crash(tmp_path: Path) -> None:
     assert b"Traceback" not in err
     assert b"BrokenPipe" not in err
     assert _all_gone(below)
+
+
+# -- two phases --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("prompt_sizes", [["-pb", "512", "-pub", "256"], ["-pub", "auto"]], ids=["named", "auto"])
+def test_the_prompts_buffers_are_given_back(smollm2: Path, prompt_sizes: list[str]) -> None:
+    """Other batch sizes alone make the switch: by the library's own lines the large buffer gives way to a small one."""
+    done = _splitctl(
+        "run", "-m", smollm2, *_TWO, "-ub", "64", "-p", "Numbers: one, two,", "-n", "4", *prompt_sizes, "--json", "-v"
+    )
+    assert done.returncode == 0, done.stderr
+    body = _json(done)
+    assert body["switch"]["status"] == "switched"
+    assert (body["switch"]["requested"], body["placement"]["n_ubatch"]) == ("layer", 64)
+    assert body["payoff"] is None
+    said = done.stderr.decode()
+    sizes = [int(size) for size in re.findall(r"n_ubatch\s+= (\d+)", said)]
+    buffers = [float(size) for size in re.findall(r"CPU compute buffer size =\s+([\d.]+) MiB", said)]
+    assert sizes[-1] == 64
+    assert sizes[-2] >= 256
+    assert buffers[-1] < buffers[-2] / 2
+
+
+@needs_compiler
+@pytest.mark.stub
+def test_a_chunk_that_no_device_can_lend_is_refused(tmp_path: Path) -> None:
+    """Status 4 with both numbers, and nothing was loaded."""
+    model = write_model(tmp_path / "m.gguf")
+    done = _splitctl(
+        "run", "-m", model, "--lib", build(), "--device", "STUB0,STUB1", "-p", "hi", "-n", "1",
+        "-pub", "auto", "--json",
+        STUB_FAULTS="budget:STUB1=100000000",
+    )  # fmt: skip
+    assert done.returncode == 4, done.stderr
+    message = _json(done)["error"]["message"]
+    assert "0 tokens is the most that every device can lend and 256 are wanted: STUB1" in message
+    assert "does-not-fit" in message
 
 
 # -- devices and doctor ------------------------------------------------------------------------------------------------

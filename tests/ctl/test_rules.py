@@ -379,7 +379,7 @@ def test_host_memory_for_the_carry() -> None:
     session = SessionFacts({0: 10}, state_bytes=6000)
     assert blocking(facts, session=session, host=HostFacts({"CPU": "cpu"}, mem_available=10_000)) == []
     found = findings(facts, session=session, host=HostFacts({"CPU": "cpu"}, mem_available=9_999))
-    assert [one.code for one in found] == ["not-enough-host-memory"]
+    assert [one.code for one in found] == ["does-not-fit"]
     assert all(number in found[0].text for number in ("6000", "4000", "10000", "9999"))
     mapped = dataclasses.replace(session, sealed_bytes=6000)
     assert blocking(facts, session=mapped, host=HostFacts({"CPU": "cpu"}, mem_available=4_000)) == []
@@ -391,7 +391,7 @@ def test_host_memory_is_estimated_where_the_state_was_not_asked() -> None:
     estimate = facts.state_bytes(10, n_sequences=1)
     session = SessionFacts({0: 10})
     assert blocking(facts, session=session, host=HostFacts({"CPU": "cpu"}, mem_available=estimate - 1)) == [
-        "not-enough-host-memory"
+        "does-not-fit"
     ]
     assert blocking(facts, session=session, host=HostFacts({"CPU": "cpu"}, mem_available=estimate)) == []
     assert blocking(facts, session=session, host=HostFacts({"CPU": "cpu"})) == []
