@@ -117,7 +117,7 @@ class Watched:
 class Meter:
     """Looks at the memory of some groups again and again.
 
-    Thread: the looks are made in one of its own, between `__enter__` and `__exit__`.
+    Thread: the looks are made in one of its own, between `__enter__` and `__exit__`; `looked` is set after each.
     """
 
     def __init__(self, groups: Sequence[str], driver: Driver | None) -> None:
@@ -129,6 +129,7 @@ class Meter:
             elif driver is not None:
                 self._readers[group] = partial(driver.used, int(group.removeprefix("gpu")))
         self.seen: dict[str, Watched] = {}
+        self.looked = threading.Event()
 
     def __enter__(self) -> Self:
         self._ended = threading.Event()
@@ -149,6 +150,7 @@ class Meter:
             for group, now in self._look().items():
                 was = self.seen[group]
                 self.seen[group] = Watched(was.before, max(was.peak, now), was.looks + 1)
+            self.looked.set()
 
 
 def _resident_children() -> int:
