@@ -16,7 +16,7 @@ from splitctl.host.client import ask as ask_socket
 from splitctl.host.requests import StatusRequest
 from tests.ctl.houses import GUARD_S, house, stub_arguments
 from tests.ctl.web import Web, events, web
-from tests.stublib import needs_compiler
+from tests.stublib import FaultFile, needs_compiler
 
 pytestmark = [pytest.mark.model, pytest.mark.stub, pytest.mark.slow, needs_compiler]
 CHAT = "/v1/chat/completions"
@@ -307,36 +307,44 @@ def test_a_key_is_needed_to_change_what_others_reach() -> None:
 
 def test_a_worker_killed_under_eight_streams_loses_none() -> None:
     """Eight streams over HTTP go on after their worker is killed, each complete, each as an undisturbed one."""
-    with house() as home, web(home, *stub_arguments(home.folder), "-np", "8") as server:
-        asked = [{"prompt": f"number {n}", "max_tokens": 60, "temperature": 0, "stream": True} for n in range(8)]
-        calm = [events(server.post("/v1/completions", one).raw) for one in asked]
-        got: list[list[object]] = [[] for _ in asked]
-        begun = threading.Barrier(9)
+    with house() as home:
+        faults = FaultFile(home.folder / "faults")
+        file = faults.env["STUB_FAULTS_FILE"]
+        with web(home, *stub_arguments(home.folder), "-np", "8", STUB_FAULTS_FILE=file) as server:
+            _kill_under_eight(server, faults)
 
-        def read(index: int) -> None:
-            connection = server.connect()
-            connection.request(
-                "POST", "/v1/completions", json.dumps(asked[index]), {"Content-Type": "application/json"}
-            )
-            response = connection.getresponse()
-            raw = response.read1()
-            begun.wait()
-            got[index] = events(raw + response.read())
-            response.close()
-            connection.close()
 
-        readers = [threading.Thread(target=read, args=(index,)) for index in range(8)]
-        for reader in readers:
-            reader.start()
+def _kill_under_eight(server: Web, faults: FaultFile) -> None:
+    asked = [{"prompt": f"number {n}", "max_tokens": 60, "temperature": 0, "stream": True} for n in range(8)]
+    calm = [events(server.post("/v1/completions", one).raw) for one in asked]
+    got: list[list[object]] = [[] for _ in asked]
+    begun = threading.Barrier(9)
+
+    def read(index: int) -> None:
+        connection = server.connect()
+        connection.request("POST", "/v1/completions", json.dumps(asked[index]), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        raw = response.read1()
         begun.wait()
-        for worker in server.host.below():
-            worker.kill()
-        for reader in readers:
-            reader.join()
-        for one, other in zip(got, calm, strict=True):
-            assert one[-1] == "[DONE]"
-            assert _text(one) == _text(other)
-        assert server.get("/session").body["worker_restarts"] == 1
+        got[index] = events(raw + response.read())
+        response.close()
+        connection.close()
+
+    readers = [threading.Thread(target=read, args=(index,)) for index in range(8)]
+    # Slow, so that none has ended when the worker is killed, on whatever machine.
+    faults.arm("pace:decode=50000")
+    for reader in readers:
+        reader.start()
+    begun.wait()
+    for worker in server.host.below():
+        worker.kill()
+    faults.clear()
+    for reader in readers:
+        reader.join()
+    for one, other in zip(got, calm, strict=True):
+        assert one[-1] == "[DONE]"
+        assert _text(one) == _text(other)
+    assert server.get("/session").body["worker_restarts"] == 1
 
 
 def test_a_signal_lets_answers_end_and_a_second_one_does_not() -> None:

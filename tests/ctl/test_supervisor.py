@@ -210,6 +210,8 @@ def test_a_cancel_reaches_a_switch_that_waits(tmp_path: Path) -> None:
     """Asked for right behind the switch it ends it before anything is touched; the next switch is not cancelled."""
 
     async def script(stage: Stage) -> None:
+        # Slow enough that the stream is still there at the end, on whatever machine.
+        stage.faults.arm("pace:decode=30000")
         client = await stage.ask(0, -1)
         await client.has(2)
         asked = stage.switch()
@@ -333,12 +335,14 @@ def test_a_stream_that_is_left_frees_its_sequence(tmp_path: Path, undisturbed: t
     """One without an end is cancelled, and the one that waited for its sequence runs."""
 
     async def script(stage: Stage) -> None:
+        stage.faults.arm("pace:decode=30000")
         endless = await ask(stage.supervisor, told(_PROMPTS[3], -1))
         await endless.has(2)
         waits = await stage.ask(0)
         assert stage.supervisor.status()["queued"] == 1
         endless.stream.cancel()
         assert (await endless.end()).why is Why.CANCELLED
+        stage.faults.clear()
         await waits.end()
         assert tuple(waits.tokens) == undisturbed[0]
 
