@@ -23,7 +23,7 @@ def test_p8_an_abort_of_a_load_is_a_load_that_failed(tmp_path: Path) -> None:
             client = await stage.ask(0)
             await client.has(2)
             if is_disturbed:
-                stage.faults.arm("load:abort:tensor")
+                stage.arm("load:abort:tensor")
                 outcome = await stage.switch(force=True)
                 assert (outcome["status"], outcome["requested"], outcome["effective"]) == (
                     "fell_back",
@@ -46,7 +46,7 @@ def test_r7_after_an_abort_the_next_attempt_is_a_process_of_its_own(tmp_path: Pa
         supervisor = stage.supervisor
         events = supervisor.subscribe()
         first = supervisor.worker_pid
-        stage.faults.arm("load:abort:tensor@1")
+        stage.arm("load:abort:tensor@1")
         assert (await stage.switch(force=True))["status"] == "fell_back"
         gone = await anext(one async for one in events if isinstance(one, WorkerGone))
         assert gone.pid == first != supervisor.worker_pid
@@ -85,7 +85,7 @@ def test_p19_a_fallback_differs_in_nothing_and_status_does_not_lie(tmp_path: Pat
 
     async def script(stage: Stage) -> None:
         before = stage.supervisor.status()["placement"]
-        stage.faults.arm("load:abort:tensor@1")
+        stage.arm("load:abort:tensor@1")
         outcome = await stage.supervisor.switch({"mode": SplitMode.TENSOR, "n_ubatch": 128}, force=True)
         status = stage.supervisor.status()
         assert outcome["effective_placement"] == status["placement"] == before

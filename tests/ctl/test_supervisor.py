@@ -33,6 +33,10 @@ _STAGES = ("checking", "sealing", "freeing", "placing", "proving")
 """On both sides of the seal; tools/faults.py plays every stage, and every way to die in it."""
 
 
+_PACE_US = 20_000
+"""Time of a decode: streams must be there when something happens to them, on whatever machine."""
+
+
 class Stage:
     """A session on the stub, and the faults of its workers."""
 
@@ -48,6 +52,11 @@ class Stage:
             env=environment(folder, **self.faults.env),
             tell=self.said.append,
         )
+        self.arm()
+
+    def arm(self, text: str = "", *, pace_us: int = _PACE_US) -> None:
+        """Ask for faults in place of those before, and for a time of every decode."""
+        self.faults.arm(f"pace:decode={pace_us} {text}")
 
     async def ask(self, stream: int, n: int = _N) -> Client:
         """Ask for the stream of a number."""
@@ -147,7 +156,7 @@ def test_an_abort_in_a_switch_is_fallen_back_from(
     """Whatever stage the worker aborts in, the stream goes on in the old placement with the same tokens."""
 
     async def script(stage: Stage) -> None:
-        stage.faults.arm(f"at-{name}:abort@1")
+        stage.arm(f"at-{name}:abort@1")
         client = await stage.ask(0)
         await client.has(2)
         outcome = await stage.switch()
@@ -166,7 +175,7 @@ def test_an_abort_on_trial_is_fallen_back_from(tmp_path: Path, undisturbed: tupl
     """The first decode takes the worker along: the switch that was told as done is told as fallen back from."""
 
     async def script(stage: Stage) -> None:
-        stage.faults.arm("decode:abort:tensor")
+        stage.arm("decode:abort:tensor")
         client = await stage.ask(0)
         await client.has(2)
         events = stage.supervisor.subscribe()
@@ -187,7 +196,7 @@ def test_a_switch_that_hangs_is_ended_by_its_silence(tmp_path: Path) -> None:
     """A load that never returns is ended at the deadline; asked to cancel meanwhile, the switch was cancelled."""
 
     async def script(stage: Stage) -> None:
-        stage.faults.arm("load:hang:tensor")
+        stage.arm("load:hang:tensor")
         client = await stage.ask(0)
         await client.has(2)
         stages: list[str] = []
@@ -210,8 +219,6 @@ def test_a_cancel_reaches_a_switch_that_waits(tmp_path: Path) -> None:
     """Asked for right behind the switch it ends it before anything is touched; the next switch is not cancelled."""
 
     async def script(stage: Stage) -> None:
-        # Slow enough that the stream is still there at the end, on whatever machine.
-        stage.faults.arm("pace:decode=30000")
         client = await stage.ask(0, -1)
         await client.has(2)
         asked = stage.switch()
@@ -230,6 +237,7 @@ def test_streams_go_on_through_switches_both_ways(tmp_path: Path, undisturbed: t
     """Two run, two wait; after two switches all four have their tokens, and what the switches took is known."""
 
     async def script(stage: Stage) -> None:
+        stage.arm(pace_us=80_000)
         clients = [await stage.ask(n) for n in range(4)]
         await clients[0].has(2)
         assert (await stage.switch())["status"] == "switched"
@@ -256,11 +264,11 @@ def test_a_parked_session_comes_back(tmp_path: Path, undisturbed: tuple[tuple[in
         await client.has(2)
         events = stage.supervisor.subscribe()
         if is_sealed:
-            stage.faults.arm("load:abort")
+            stage.arm("load:abort")
             outcome = await stage.switch(force=True)
             assert (outcome["status"], outcome["effective"], outcome["stage"]) == ("parked", None, "placing")
         else:
-            stage.faults.arm("load:null")
+            stage.arm("load:null")
             stage.kill()
         async for event in events:
             if isinstance(event, SessionParked):
@@ -335,7 +343,6 @@ def test_a_stream_that_is_left_frees_its_sequence(tmp_path: Path, undisturbed: t
     """One without an end is cancelled, and the one that waited for its sequence runs."""
 
     async def script(stage: Stage) -> None:
-        stage.faults.arm("pace:decode=30000")
         endless = await ask(stage.supervisor, told(_PROMPTS[3], -1))
         await endless.has(2)
         waits = await stage.ask(0)
