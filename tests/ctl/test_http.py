@@ -311,10 +311,16 @@ def test_a_worker_killed_under_eight_streams_loses_none() -> None:
         faults = FaultFile(home.folder / "faults")
         file = faults.env["STUB_FAULTS_FILE"]
         with web(home, *stub_arguments(home.folder), "-np", "8", STUB_FAULTS_FILE=file) as server:
-            _kill_under_eight(server, faults)
+            calm, got = _kill_under_eight(server, faults)
+            n_restarts = server.get("/session").body["worker_restarts"]
+    assert n_restarts == 1
+    for one, other in zip(got, calm, strict=True):
+        assert one[-1] == "[DONE]"
+        assert _text(one) == _text(other)
 
 
-def _kill_under_eight(server: Web, faults: FaultFile) -> None:
+def _kill_under_eight(server: Web, faults: FaultFile) -> tuple[list[list[object]], list[list[object]]]:
+    """Run eight streams in peace, and again with their worker killed; give what came of both."""
     asked = [{"prompt": f"number {n}", "max_tokens": 60, "temperature": 0, "stream": True} for n in range(8)]
     calm = [events(server.post("/v1/completions", one).raw) for one in asked]
     got: list[list[object]] = [[] for _ in asked]
@@ -341,10 +347,7 @@ def _kill_under_eight(server: Web, faults: FaultFile) -> None:
     faults.clear()
     for reader in readers:
         reader.join()
-    for one, other in zip(got, calm, strict=True):
-        assert one[-1] == "[DONE]"
-        assert _text(one) == _text(other)
-    assert server.get("/session").body["worker_restarts"] == 1
+    return calm, got
 
 
 def test_a_signal_lets_answers_end_and_a_second_one_does_not() -> None:
