@@ -6,6 +6,7 @@ Main path: ``Library.open`` (the only dlopen; layout established by looking) -> 
 
 from __future__ import annotations
 
+from llama_native import capabilities, discover
 from llama_native.context import Context
 from llama_native.devices import Device, DeviceKind
 from llama_native.errors import (
@@ -68,6 +69,8 @@ __all__ = [
     "SplitMode",
     "UnknownDevice",
     "UnsupportedAbi",
+    "capabilities",
+    "discover",
     "greet_rpc_server",
     "sequence_state_get",
     "sequence_state_set",

@@ -235,6 +235,3 @@ def _window(layout: KnownLayout) -> tuple[float, float]:
     before = neighbours[index - 1].builds[1] if index else None
     after = neighbours[index + 1].builds[0] if index + 1 < len(neighbours) else None
     return (-math.inf if before is None else before, math.inf if after is None else after)
-
-
-__all__ = ["FILLS", "Answer", "KnownLayout", "Observed", "Profile", "identify", "known_layouts", "supported_builds"]

@@ -93,6 +93,3 @@ def _draws_on_single(ffi: cffi.FFI, lib: Any) -> bool:
         return ids
 
     return chosen(first_single=True) != chosen(first_single=False)
-
-
-__all__ = ["check"]

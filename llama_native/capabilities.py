@@ -104,6 +104,3 @@ def require(found: Mapping[str, tuple[str, ...]], exported: Callable[[str], bool
             for name in lacking
         ]
         raise CapabilityMissing(", ".join(lacking), missing)
-
-
-__all__ = ["CAPABILITIES", "REQUIRED", "detect", "require"]

@@ -315,6 +315,3 @@ def fill_context_params(c_params: Any, params: ContextParams, fields: frozenset[
         c_params.kv_unified = params.kv_unified
     if "swa_full" in fields:
         c_params.swa_full = params.swa_full
-
-
-__all__ = ["Context", "fill_context_params"]

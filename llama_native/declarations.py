@@ -310,17 +310,3 @@ def _depth(slot: Slot) -> int:
 def _shape(prototype: Prototype) -> str:
     inside = ", ".join(slot.base + "*" * slot.depth for slot in prototype.arguments)
     return f"{prototype.result.base}{'*' * prototype.result.depth}({inside})"
-
-
-__all__ = [
-    "DeclarationError",
-    "Field",
-    "Prototype",
-    "Slot",
-    "StructLayout",
-    "enum_values",
-    "prototype_differences",
-    "prototypes",
-    "strip",
-    "struct_layout",
-]

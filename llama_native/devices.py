@@ -115,6 +115,3 @@ def _backend_name(ffi: cffi.FFI, lib: Any, device: Any) -> str:
         return text(ffi, lib.ggml_backend_reg_name(lib.ggml_backend_dev_backend_reg(device)))
     except AttributeError:
         return ""
-
-
-__all__ = ["Device", "DeviceKind", "handles", "read_devices", "resolve", "text"]

@@ -305,17 +305,3 @@ def explain_load_failure(path: str | os.PathLike[str], dlopen_text: str, env: Ma
     said = re.sub(r"^cannot load library '[^']*':\s*", "", said).rstrip(". ")
     own = refusal(Path(path), Resolver(env or {}))
     return f"{own} (the loader says: {said})" if own else said
-
-
-__all__ = [
-    "HINT_VARIABLE",
-    "ORDER_VARIABLE",
-    "Candidate",
-    "Verdict",
-    "backend_folders",
-    "candidates",
-    "explain_load_failure",
-    "exported_symbols",
-    "needed_libraries",
-    "refusal",
-]

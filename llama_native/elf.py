@@ -278,6 +278,3 @@ def _count_by_gnu_hash(reader: _Reader, offset: int) -> int:
         if entry & 1:
             return last
     raise ElfError("its hash chain has no end")
-
-
-__all__ = ["MACHINES", "ElfError", "ElfFile", "VersionNeed", "read_elf"]

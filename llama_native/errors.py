@@ -14,21 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-__all__ = [
-    "CallFailed",
-    "CapabilityMissing",
-    "ForkedProcess",
-    "HandleClosed",
-    "LibraryNotFound",
-    "LibraryUnusable",
-    "LoadCancelled",
-    "NativeError",
-    "Reentered",
-    "RpcServerUnusable",
-    "SecondLibrary",
-    "UnknownDevice",
-    "UnsupportedAbi",
-]
 
 _LOG_LINES_SHOWN = 6
 

@@ -187,6 +187,3 @@ def known_layouts(kind: str) -> tuple[KnownLayout, ...]:
         The layouts.
     """
     return catalogue().layouts[kind]
-
-
-__all__ = ["STRUCTS", "Answer", "Catalogue", "Combination", "KnownLayout", "catalogue", "known_layouts"]

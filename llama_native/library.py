@@ -348,6 +348,3 @@ def _refuse_foreign_ggml(path: Path) -> None:
             f"another ggml is mapped in its place: {strange[0]}",
             "remove it from LD_LIBRARY_PATH, or use the libllama that belongs to it",
         )
-
-
-__all__ = ["Library"]

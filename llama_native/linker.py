@@ -196,6 +196,3 @@ def _version_problems(elf: ElfFile, where: Mapping[str, Path]) -> Iterable[str]:
 
 def _order(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version))
-
-
-__all__ = ["Resolver", "default_folders"]

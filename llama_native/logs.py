@@ -89,6 +89,3 @@ class LogTail:
                     self._listeners.remove(listener)
 
         return stop
-
-
-__all__ = ["LEVEL_CONTINUES", "LEVEL_DEBUG", "LEVEL_INFO", "LogTail"]

@@ -319,6 +319,3 @@ def tensor_split_array(ffi: Any, lib: Any, split: Sequence[float] | None) -> Any
     array = ffi.new("float[]", int(lib.llama_max_devices()))
     array[0 : len(split)] = list(split)
     return array
-
-
-__all__ = ["Adapter", "Model", "fill_model_params", "tensor_split_array"]

@@ -74,6 +74,3 @@ def _value(ffi: cffi.FFI, lib: Any, name: str, tokens: Any) -> bytes:
     function = getattr(lib, name)
     returned = function(tokens, _N_TOKENS) if name == _BATCH else function()
     return bytes(ffi.buffer(ffi.addressof(returned), PROBE_BYTES))
-
-
-__all__ = ["PROBE_BYTES", "header", "observe", "takes_hidden_pointer"]

@@ -79,6 +79,3 @@ class ContextParams:
     kv_unified: bool = False
     swa_full: bool = False
     embeddings: bool = False
-
-
-__all__ = ["ContextParams", "FlashAttn", "KvType", "LoadMode", "ModelParams", "SplitMode"]

@@ -162,6 +162,3 @@ def serve(ffi: Any, lib: Any, endpoint: str, devices: Sequence[Any], n_threads: 
         raise CapabilityMissing("rpc", [name])
     handles = ffi.new("ggml_backend_dev_t[]", list(devices))
     start(endpoint.encode("ascii"), ffi.NULL, n_threads, len(devices), handles)
-
-
-__all__ = ["MAX_SERVERS", "add_server", "check_endpoint", "find", "greet", "is_there", "serve"]

@@ -154,6 +154,3 @@ class SamplerChain:
         if not self.library.forked:
             with self.library.calling() as (_, lib):
                 lib.llama_sampler_free(pointer)
-
-
-__all__ = ["CANDIDATE_BYTES", "ChainParams", "SamplerChain"]

@@ -90,13 +90,3 @@ def sequence_state_set(context: Context, buffer: Buffer, seq_id: int) -> int:
     if n == 0:
         raise CallFailed("llama_state_seq_set_data", 0, context.library.log.said(4))
     return n
-
-
-__all__ = [
-    "sequence_state_get",
-    "sequence_state_set",
-    "sequence_state_size",
-    "state_get",
-    "state_set",
-    "state_size",
-]

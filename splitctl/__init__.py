@@ -8,6 +8,7 @@ To embed it: ``Session.open(model, Placement(...))``, ``prefill``, ``generate``,
 
 from __future__ import annotations
 
+from splitctl.carry.sequence import SamplerSpec, Token
 from splitctl.errors import (
     AdapterInvalid,
     BadModelFile,
@@ -20,15 +21,14 @@ from splitctl.errors import (
     ContextFull,
     DeadlineExceeded,
     Parked,
+    Reason,
     Refused,
     SplitctlError,
     WorkerLost,
 )
-from splitctl.outcome import Reason, SwitchOutcome, SwitchStatus, Via
+from splitctl.outcome import Proof, Stage, SwitchOutcome, SwitchStatus, Via
 from splitctl.placement import FlashAttn, Placement, PlacementInvalid, SplitMode
-from splitctl.sequence import SamplerSpec
-from splitctl.session import Proof, Session, Token
-from splitctl.switching.machine import Stage
+from splitctl.session import Session
 
 __all__ = [
     "AdapterInvalid",

@@ -6,6 +6,7 @@ Every error keeps its fields as ``args``, so it crosses a process boundary (pick
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,34 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from splitctl.fingerprint import Difference
-    from splitctl.outcome import Reason
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One field in which a carry and a session differ.
+
+    Args:
+        field: its name; an adapter by its place in the list.
+        carried: value in the carry, as text.
+        wanted: value in the session, as text.
+    """
+
+    field: str
+    carried: str
+    wanted: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One reason for a refusal or a fallback.
+
+    Args:
+        code: stable name for programs, in kebab case ("context-too-small").
+        text: one sentence for people, with the numbers.
+    """
+
+    code: str
+    text: str
+
 
 _TAIL_LINES = 3
 

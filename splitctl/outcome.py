@@ -10,9 +10,45 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from splitctl.errors import Reason
+
 if TYPE_CHECKING:
     from splitctl.placement import Placement, SplitMode
-    from splitctl.switching.machine import Stage
+
+
+class Proof(Enum):
+    """How a restored state is proved before the session serves from it."""
+
+    BYTES = "bytes"
+    POSITIONS = "positions"
+    OFF = "off"
+
+
+class Stage(Enum):
+    """Where a session is."""
+
+    SERVING = "serving"
+    QUIESCING = "quiescing"
+    CHECKING = "checking"
+    SAVING = "saving"
+    SEALING = "sealing"
+    FREEING = "freeing"
+    PLACING = "placing"
+    BUILDING = "building"
+    RESTORING = "restoring"
+    SWITCHING_NATIVELY = "switching_natively"
+    PROVING = "proving"
+    TRIAL = "trial"
+    RELEASING = "releasing"
+    PLACING_OLD = "placing_old"
+    BUILDING_OLD = "building_old"
+    RESTORING_OLD = "restoring_old"
+    PROVING_OLD = "proving_old"
+    RECOMPUTING = "recomputing"
+    PARKING = "parking"
+    PARKED = "parked"
+    CLOSED = "closed"
+
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 """What a JSON document can hold."""
@@ -38,19 +74,6 @@ class Via(Enum):
 
     COMPOSED = "composed"
     NATIVE = "native"
-
-
-@dataclass(frozen=True, slots=True)
-class Reason:
-    """One reason for a refusal or a fallback.
-
-    Args:
-        code: stable name for programs, in kebab case ("context-too-small").
-        text: one sentence for people, with the numbers.
-    """
-
-    code: str
-    text: str
 
 
 @dataclass(frozen=True, slots=True)

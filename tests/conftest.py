@@ -16,7 +16,7 @@ os.environ.setdefault("GGML_NO_BACKTRACE", "1")
 
 _TESTS = Path(__file__).parent
 
-# One library a process: tests/ctl/test_real_builds.py runs these in a child for each build.
+# One library a process: tests/ctl/real_library/test_real_builds.py runs these in a child for each build.
 collect_ignore = [] if "SPLITCTL_TEST_LIBRARY" in os.environ else ["real"]
 
 hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)

@@ -37,14 +37,14 @@ from typing import Any
 import cffi
 import numpy as np
 import platformdirs
-from make_dummies import default_folder, make_big
 
 from llama_native import Library
 from llama_native import library as opened  # the module: the log callback lives there
 from llama_native.context import fill_context_params
 from llama_native.model import fill_model_params
 from splitctl import FlashAttn, Placement, Proof, SamplerSpec, Session, SplitMode, SwitchStatus
-from splitctl.engine import context_params, model_params
+from splitctl.engine.engine import context_params, model_params
+from tools.make_dummies import default_folder, make_big
 
 N_RESAMPLES = 2000
 #: Resamples lie between these quantiles.

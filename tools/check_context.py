@@ -26,9 +26,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from splitctl.buffer_lines import lost_pipeline  # noqa: E402
-from splitctl.facts import ModelFacts, read_facts  # noqa: E402
-from splitctl.host.reserving import Reserver  # noqa: E402
+from splitctl.engine.buffer_lines import lost_pipeline  # noqa: E402
+from splitctl.ipc.reserving import Reserver  # noqa: E402
+from splitctl.model.facts import ModelFacts, read_facts  # noqa: E402
 from splitctl.placement import FlashAttn, Placement, SplitMode  # noqa: E402
 from splitctl.planning.fitting import Need, largest_context, needs_of_mode, needs_of_switch  # noqa: E402
 from splitctl.planning.memory import DeviceFacts, carry_bytes, plan_mode, plan_switch  # noqa: E402

@@ -37,13 +37,12 @@ from typing import Any, TextIO
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from check_gpu_short import shortage  # noqa: E402
-from gpu_meter import HOST, Driver, Meter, group_of, visible_gpus  # noqa: E402
-from make_dummies import default_folder  # noqa: E402
-from make_large import SHAPES, make_large  # noqa: E402
-from sweep_children import run_child  # noqa: E402
-
 from splitctl.placement import FlashAttn, Placement, SplitMode  # noqa: E402
+from tools.check_gpu_short import shortage  # noqa: E402
+from tools.gpu_meter import HOST, Driver, Meter, group_of, visible_gpus  # noqa: E402
+from tools.make_dummies import default_folder  # noqa: E402
+from tools.make_large import SHAPES, make_large  # noqa: E402
+from tools.sweep_children import run_child  # noqa: E402
 
 _MIB = 1024 * 1024
 #: How much too high a prediction may be: a share of what was measured, or so many bytes.

@@ -19,17 +19,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import greedy_gaps
-from gpu_jobs import tokens_of
-from gpu_meter import HOST, Driver, Meter
-from sweep_children import run_child
-
-from splitctl.facts import read_facts
-from splitctl.host.requests import GenerateRequest
+from splitctl.carry.sequence import SamplerSpec
+from splitctl.control.requests import GenerateRequest
+from splitctl.host.config import HostConfig
 from splitctl.host.streams import Begun, Delta, Done
-from splitctl.host.supervisor import HostConfig, Supervisor
+from splitctl.host.supervisor import Supervisor
+from splitctl.model.facts import read_facts
 from splitctl.placement import Placement, SplitMode
-from splitctl.sequence import SamplerSpec
+from tools import greedy_gaps
+from tools.gpu_jobs import tokens_of
+from tools.gpu_meter import HOST, Driver, Meter
+from tools.sweep_children import run_child
 
 _MIB = 1024 * 1024
 _JOBS = Path(__file__).resolve().parent / "gpu_jobs.py"
@@ -255,6 +255,3 @@ def _wrong(ground: Ground, model: Path, wanted: dict[str, Any], found: dict[str,
 def _first_other(one: list[int], other: list[int]) -> int | None:
     """Find the first token that differs; None where none does."""
     return next((index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
-
-
-__all__ = ["shortage"]

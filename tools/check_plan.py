@@ -28,15 +28,14 @@ from typing import Any, Self
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from check_plan_child import settled  # noqa: E402
-
-from splitctl.buffer_lines import BufferLine  # noqa: E402
-from splitctl.facts import ModelFacts, read_facts  # noqa: E402
-from splitctl.host.reserving import Reserver  # noqa: E402
+from splitctl.engine.buffer_lines import BufferLine  # noqa: E402
+from splitctl.ipc.reserving import Reserver  # noqa: E402
+from splitctl.model.facts import ModelFacts, read_facts  # noqa: E402
+from splitctl.model.slices import Cutter  # noqa: E402
 from splitctl.placement import FlashAttn, Placement, SplitMode  # noqa: E402
 from splitctl.planning.cells import cache_tensors  # noqa: E402
 from splitctl.planning.memory import DeviceFacts, ModePlan, plan_mode  # noqa: E402
-from splitctl.slices import Cutter  # noqa: E402
+from tools.check_plan_child import settled  # noqa: E402
 
 _MIB = 1024 * 1024
 #: The library prints hundredths of a MiB; a sum of several lines is off by half of one each.
@@ -303,7 +302,7 @@ def _model(name: str) -> Path:
     real = _CACHE / "models" / f"{name}.gguf"
     if real.exists():
         return real
-    from make_dummies import default_folder, make_many  # noqa: PLC0415 - it opens a library
+    from tools.make_dummies import default_folder, make_many  # noqa: PLC0415 - it opens a library
 
     for _, path, why in make_many(default_folder(), [name]):
         if path is None:

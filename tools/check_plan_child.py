@@ -59,8 +59,8 @@ def _fill(context: Context, rows: int) -> None:
 def main(job: dict[str, Any]) -> None:
     """Do one case and print one JSON object."""
     from llama_native import Context, Library, Model  # noqa: PLC0415 - the parent imports this module too
-    from splitctl.buffer_lines import buffer_lines  # noqa: PLC0415
-    from splitctl.engine import context_params, model_params  # noqa: PLC0415
+    from splitctl.engine.buffer_lines import buffer_lines  # noqa: PLC0415
+    from splitctl.engine.engine import context_params, model_params  # noqa: PLC0415
     from splitctl.placement import Placement  # noqa: PLC0415
 
     placement = Placement.from_json(job["placement"])

@@ -223,23 +223,3 @@ def _lasting(stage: str, kind: Kind) -> tuple[str, End, str]:
     if stage == "saving":
         return item, End.RECOMPUTED if kind in LETHAL else End.SERVING, ""
     return item, End.RECOMPUTED if stage == "restoring" else End.PARKED, ""
-
-
-__all__ = [
-    "BY_SIGNAL",
-    "FOR_EVER",
-    "LETHAL",
-    "N_STREAMS",
-    "ONCE",
-    "SILENT",
-    "STAGES",
-    "UNSEALED",
-    "WAYS",
-    "Cell",
-    "End",
-    "Kind",
-    "cells",
-    "few_cells",
-    "few_real_cells",
-    "real_cells",
-]

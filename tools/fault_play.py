@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from fault_cells import LETHAL, SILENT, Cell, End
 
 import statecodec
-from splitctl import carry as carries
+from splitctl.carry import file as carries
+from splitctl.carry.sequence import SamplerSpec
 from splitctl.cli.state_diff import compare
-from splitctl.host.requests import GenerateRequest
+from splitctl.control.requests import GenerateRequest
+from splitctl.host.config import HostConfig
 from splitctl.host.streams import Begun, Delta, Done, Why
-from splitctl.host.supervisor import HostConfig, Supervisor
+from splitctl.host.supervisor import Supervisor
 from splitctl.placement import FlashAttn, Placement, SplitMode
-from splitctl.sequence import SamplerSpec
 from tests.stublib import FaultFile
+from tools.fault_cells import LETHAL, SILENT, Cell, End
 
 #: A switch is ordered when every stream has so many tokens.
 N_BEFORE = 4
@@ -373,6 +374,3 @@ def different(wanted: Path, found: Path) -> list[str]:
     if not result.is_same(0.0):
         told.append(f"the state differs: {result.differences[:3]} nmse {result.nmse}")
     return told
-
-
-__all__ = ["GUARD_S", "Ground", "Play", "Played", "Reference", "different", "play_cell", "sampler", "undisturbed"]

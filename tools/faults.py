@@ -32,14 +32,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import greedy_gaps  # noqa: E402
 import platformdirs  # noqa: E402
 import psutil  # noqa: E402
-from fault_cells import N_STREAMS, Cell, End, Kind, cells, few_cells, few_real_cells, real_cells  # noqa: E402
-from fault_play import Ground, Played, Reference, play_cell, undisturbed  # noqa: E402
 
 from llama_native import NativeError, discover  # noqa: E402
 from tests.stublib import COMPILER, build, write_model  # noqa: E402
+from tools import greedy_gaps  # noqa: E402
+from tools.fault_cells import N_STREAMS, Cell, End, Kind, cells, few_cells, few_real_cells, real_cells  # noqa: E402
+from tools.fault_play import Ground, Played, Reference, play_cell, undisturbed  # noqa: E402
 
 #: A worker that is asked to do something and says nothing for so long counts as hung [seconds].
 STUB_DEADLINE_S = 4.0

@@ -51,7 +51,7 @@ def work(job: Mapping[str, Any]) -> None:
     each switch).
     """
     from llama_native import Library  # noqa: PLC0415 - a child that holds memory opens no library
-    from splitctl.buffer_lines import buffer_lines  # noqa: PLC0415
+    from splitctl.engine.buffer_lines import buffer_lines  # noqa: PLC0415
     from splitctl.placement import Placement  # noqa: PLC0415
     from splitctl.session import Session  # noqa: PLC0415
 
@@ -99,7 +99,7 @@ def _is_worth_telling(line: str) -> bool:
 
 def _step(session: Session, prompt: list[int], n_generate: int) -> dict[str, Any]:
     """Read and generate; rates in tokens per second, None where nothing was done."""
-    from splitctl.sequence import SamplerSpec  # noqa: PLC0415 - the parent imports this module too
+    from splitctl.carry.sequence import SamplerSpec  # noqa: PLC0415 - the parent imports this module too
 
     mode = session.placement.mode.value
     laps = [perf_counter()]

@@ -162,6 +162,3 @@ def _resident_children() -> int:
         except psutil.NoSuchProcess:
             continue
     return total
-
-
-__all__ = ["HOST", "Driver", "Meter", "Watched", "group_of", "visible_gpus"]

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sweep_children import run_child
 
 from llama_native import Context, Library, Model
-from splitctl.engine import context_params, model_params
+from splitctl.engine.engine import context_params, model_params
 from splitctl.placement import FlashAttn, Placement, SplitMode
+from tools.sweep_children import run_child
 
 #: Two float orders of SmolLM2 Q4_1 differ by a rounding of activations to 8 bits before each product, and draw another
 #: token only at near ties. Measured over 200 switches under four streams: of 5,638 tokens in 85 texts 158 are others,

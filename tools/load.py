@@ -36,11 +36,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import greedy_gaps  # noqa: E402
-
 from llama_native import discover  # noqa: E402
 from tests.ctl.houses import house, stub_arguments  # noqa: E402
 from tests.ctl.web import web  # noqa: E402
+from tools import greedy_gaps  # noqa: E402
 
 _N_PROMPTS = 40
 _N_TOKENS = 48

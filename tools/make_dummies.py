@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import platformdirs
-from gguf_out import write_gguf
 
 from llama_native import Library, NativeError
 from llama_native.user_model import MetaKind, MetaValue, TensorSlot, create_tensors
+from tools.gguf_out import write_gguf
 
 #: Part of every recipe's hash: raise it when the weights are drawn in another way.
 RECIPE_EPOCH = 1

@@ -23,12 +23,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import make_dummies
 import platformdirs
-from gguf_out import write_gguf
 
 from llama_native import Library
 from llama_native.user_model import create_tensors
+from tools import make_dummies
+from tools.gguf_out import write_gguf
 
 _F32, _F16, _Q8_0 = 0, 1, 8
 _XLLAMACPP_OLD = "xllamacpp/xllamacpp.cpython-311-x86_64-linux-gnu.so"

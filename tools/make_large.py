@@ -22,10 +22,10 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from gguf_out import header_bytes, padded
-from make_dummies import default_folder
 
 from llama_native.user_model import MetaKind, MetaValue, TensorSlot
+from tools.gguf_out import header_bytes, padded
+from tools.make_dummies import default_folder
 
 _F32, _F16, _Q8_0 = 0, 1, 8
 #: A block of q8_0: a half float as scale, and so many bytes.  Source: ggml-common.h, block_q8_0.

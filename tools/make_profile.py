@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from llama_native import abi, declarations  # noqa: E402 - the repository comes first on the path
+from llama_native import abi, declarations, layouts  # noqa: E402 - the repository comes first on the path
 from llama_native.declarations import Field, StructLayout  # noqa: E402 - as above
 
 STRUCTS = {"model": "llama_model_params", "context": "llama_context_params", "batch": "llama_batch"}
@@ -165,7 +165,7 @@ def _our_type(ctype: str) -> tuple[str, str]:
     return plain, ""
 
 
-def read_defaults(kind: str, layout: StructLayout, answer: abi.Answer) -> dict[str, Default]:
+def read_defaults(kind: str, layout: StructLayout, answer: layouts.Answer) -> dict[str, Default]:
     """Take the table of default values out of a library's answer.
 
     Args:
@@ -219,7 +219,7 @@ def inherited_defaults(kind: str, layout: StructLayout, given: dict[str, Default
     Raises:
         ProfileError: a field has no value anywhere.
     """
-    known = abi.known_layouts(kind)
+    known = layouts.known_layouts(kind)
     nearest = max(known, key=lambda one: (sum(f.name in one.defaults for f in layout.fields), one.name), default=None)
     values = {**(nearest.defaults if nearest else {}), **given}
     absent = [field.name for field in layout.fields if field.name not in values]
@@ -269,7 +269,7 @@ def _same(kind: str, name: str, layout: StructLayout) -> bool:
     shape = [(field.name, field.offset, field.size) for field in layout.fields]
     return any(
         one.name == name and [(field.name, field.offset, field.size) for field in one.layout.fields] == shape
-        for one in abi.known_layouts(kind)
+        for one in layouts.known_layouts(kind)
     )
 
 

@@ -39,16 +39,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import greedy_gaps  # noqa: E402
 import platformdirs  # noqa: E402
 import psutil  # noqa: E402
 
 from llama_native import discover  # noqa: E402
-from splitctl.host.requests import GenerateRequest  # noqa: E402
+from splitctl.carry.sequence import SamplerSpec  # noqa: E402
+from splitctl.control.requests import GenerateRequest  # noqa: E402
+from splitctl.host.config import HostConfig  # noqa: E402
 from splitctl.host.streams import Begun, Delta, Done, Why  # noqa: E402
-from splitctl.host.supervisor import HostConfig, Supervisor  # noqa: E402
+from splitctl.host.supervisor import Supervisor  # noqa: E402
 from splitctl.placement import FlashAttn, Placement, SplitMode  # noqa: E402
-from splitctl.sequence import SamplerSpec  # noqa: E402
+from tools import greedy_gaps  # noqa: E402
 
 #: Switches before the first sample, and their share of all: pools, arenas and heaps reach their size. Measured: the
 #: worker's resident memory grows by 6 % in the first 40 switches, and by 0.2 % in the next 80.

@@ -21,16 +21,16 @@ import numpy as np
 import numpy.typing as npt
 
 from llama_native import Context, Library, Model, NativeError, state_set
-from splitctl import carry as carries
-from splitctl.carry import Carry
-from splitctl.engine import context_params, model_params, resolve_threads
+from splitctl.carry import file as carries
+from splitctl.carry.file import Carry
+from splitctl.carry.sequence import SamplerSpec
+from splitctl.engine.engine import context_params, model_params, resolve_threads
 from splitctl.errors import Refused
-from splitctl.facts import ModelFacts, read_facts
-from splitctl.host import Prober
+from splitctl.ipc.probes import Prober
+from splitctl.model.facts import ModelFacts, read_facts
 from splitctl.outcome import SwitchOutcome, SwitchStatus
 from splitctl.placement import Placement, SplitMode
 from splitctl.probing import VerdictCache
-from splitctl.sequence import SamplerSpec
 from splitctl.session import Session
 
 Row = npt.NDArray[np.float32]

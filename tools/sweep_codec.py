@@ -31,12 +31,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import make_dummies
-from sweep_children import run_child
-from sweep_codec_cells import all_cells
-from sweep_switch import DEFAULT, chosen_library
-
 from llama_native import NativeError
+from tools import make_dummies
+from tools.sweep_children import run_child
+from tools.sweep_codec_cells import all_cells
+from tools.sweep_switch import DEFAULT, chosen_library
 
 CELLS = Path(__file__).with_name("sweep_codec_cells.py")
 #: Longest time that one model's cells may take [seconds]; a hang is a failure too.

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sweep_cells import LAYOUTS, Mismatch, need, placement_of, prompt, say
-
 import statecodec
 from llama_native import (
     Context,
@@ -32,11 +30,12 @@ from llama_native import (
     state_size,
 )
 from splitctl.cli.state_facts import codec_facts
-from splitctl.engine import context_params, model_params
-from splitctl.facts import ModelFacts, read_facts
+from splitctl.engine.engine import context_params, model_params
+from splitctl.model.facts import ModelFacts, read_facts
 from splitctl.placement import FlashAttn, Placement
 from splitctl.switching import tables
 from statecodec import AttentionSection, RecurrentSection, StateImage, TensorType
+from tools.sweep_cells import LAYOUTS, Mismatch, need, placement_of, prompt, say
 
 #: Types of K and V. Without flash attention a quantized K needs a plain V.
 CACHES = {"f16": ("f16", "f16"), "q8_0": ("q8_0", "q8_0"), "q8_0+f16": ("q8_0", "f16")}

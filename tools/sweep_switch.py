@@ -31,11 +31,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import make_dummies
-from sweep_cells import all_cells
-from sweep_children import run_child
-
 from llama_native import Library, NativeError
+from tools import make_dummies
+from tools.sweep_cells import all_cells
+from tools.sweep_children import run_child
 
 CELLS = Path(__file__).with_name("sweep_cells.py")
 #: Longest time that one model's cells may take [seconds]; a hang is a failure too.

@@ -21,14 +21,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from gguf_out import header_bytes, padded  # noqa: E402
-
 from llama_native.user_model import MetaKind, MetaValue, TensorSlot  # noqa: E402
-from splitctl.facts import read_facts  # noqa: E402
-from splitctl.gguf_header import read_header  # noqa: E402
+from splitctl.model.facts import read_facts  # noqa: E402
+from splitctl.model.header import read_header  # noqa: E402
 from splitctl.placement import FlashAttn, Placement, SplitMode  # noqa: E402
-from splitctl.switching.circumstances import BuildFacts, HostFacts, SessionFacts  # noqa: E402
+from splitctl.switching.rule_inputs import BuildFacts, HostFacts, SessionFacts  # noqa: E402
 from splitctl.switching.rules import check, refused  # noqa: E402
+from tools.gguf_out import header_bytes, padded  # noqa: E402
 
 _N_LAYERS, _WIDTH, _VOCABULARY, _N_EXPERTS = 64, 8192, 131_072, 32
 _F16, _F16_BYTES = 1, 2

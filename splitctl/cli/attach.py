@@ -10,17 +10,17 @@ from typing import Any
 
 import click
 
+from splitctl.carry.sequence import SamplerSpec
 from splitctl.cli.hosts import CtrlC, address_of, session_option, told
 from splitctl.cli.options import json_option, predict_option, prompt_options, sampler_options
 from splitctl.cli.output import ExitCode, Screen, error_body, one_line, print_json
 from splitctl.cli.prompts import PromptUnreadable, read_prompt
 from splitctl.cli.switch import outcome_line
+from splitctl.control.client import Client, ControlAnswer, HostGone, wait
+from splitctl.control.requests import ChatMessage, EventsRequest, GenerateRequest
+from splitctl.control.sockets import Address
 from splitctl.errors import SplitctlError
-from splitctl.host import Progress
-from splitctl.host.client import Answer, Client, HostGone, wait
-from splitctl.host.requests import ChatMessage, EventsRequest, GenerateRequest
-from splitctl.host.runtime import Address
-from splitctl.sequence import SamplerSpec
+from splitctl.ipc.jobs import Progress
 
 
 @dataclass(slots=True)
@@ -187,7 +187,7 @@ def _answer(talk: Talk, prompt: str, screen: Screen) -> dict[str, Any]:
             if stream not in ready:
                 continue
             for message in stream.read():
-                if isinstance(message, Answer):
+                if isinstance(message, ControlAnswer):
                     return {**message.body, "text": "".join(pieces), "tokens": tokens}
                 match message.body:
                     case {"kind": "delta", "text": str() as text, "token": token}:
@@ -204,7 +204,7 @@ def _watched(watch: Client, screen: Screen) -> bool:
     """Show what happened to the session; whether there may be more."""
     try:
         for message in watch.read():
-            if isinstance(message, Answer):
+            if isinstance(message, ControlAnswer):
                 return False
             line = _line_of(message.body)
             if line:

@@ -10,7 +10,8 @@ from typing import Any, Self
 
 from splitctl.cli.output import EXIT_OF_FAULT, ExitCode, Screen
 from splitctl.errors import SplitctlError, WorkerLost
-from splitctl.host import Event, Failure, Partial, Piece, Progress, Request, Result, Worker
+from splitctl.ipc.jobs import Failure, JobEvent, JobRequest, Partial, Piece, Progress, Result
+from splitctl.ipc.process import WorkerProcess
 from splitctl.last_words import telling_line
 
 
@@ -24,7 +25,7 @@ class Interrupts:
     def __init__(self) -> None:
         """Count from zero."""
         self.count = 0
-        self._worker: Worker | None = None
+        self._worker: WorkerProcess | None = None
         self._previous: Any = None
 
     def __enter__(self) -> Self:
@@ -38,7 +39,7 @@ class Interrupts:
         """Give the signal back."""
         signal.signal(signal.SIGINT, self._previous)
 
-    def attach(self, worker: Worker) -> None:
+    def attach(self, worker: WorkerProcess) -> None:
         """Pass interrupts on to a worker, one that came before it existed included.
 
         Args:
@@ -61,7 +62,7 @@ class Interrupts:
 
 
 @dataclass(slots=True)
-class Answer:
+class JobAnswer:
     """What a worker came to.
 
     Attributes:
@@ -79,7 +80,7 @@ class Answer:
         return {**self.body, "text": self.text.decode("utf-8", "replace")} if self.text else self.body
 
 
-def ask(request: Request, screen: Screen) -> Answer:
+def ask(request: JobRequest, screen: Screen) -> JobAnswer:
     """Do a request in a worker and show what happens.
 
     Args:
@@ -89,10 +90,10 @@ def ask(request: Request, screen: Screen) -> Answer:
     Returns:
         The result, or the exit status of the failure that was told.
     """
-    answer = Answer()
+    answer = JobAnswer()
     with Interrupts() as interrupts:
         try:
-            with Worker(request, env=os.environ, on_output=screen.library_output) as worker:
+            with WorkerProcess(request, env=os.environ, on_output=screen.library_output) as worker:
                 interrupts.attach(worker)
                 for event in worker.events():
                     _show(event, screen, answer)
@@ -114,7 +115,7 @@ def ask(request: Request, screen: Screen) -> Answer:
     return answer
 
 
-def _show(event: Event, screen: Screen, answer: Answer) -> None:
+def _show(event: JobEvent, screen: Screen, answer: JobAnswer) -> None:
     """Show one event, or keep it for the answer."""
     match event:
         case Progress():

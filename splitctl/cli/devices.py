@@ -12,7 +12,7 @@ from rich.table import Table
 from splitctl.cli.child import ask
 from splitctl.cli.options import json_option, library_option, rpc_option, verbose_option
 from splitctl.cli.output import ExitCode, Screen, mib, print_json
-from splitctl.host import DevicesRequest
+from splitctl.ipc.jobs import DevicesRequest
 
 
 @click.command()

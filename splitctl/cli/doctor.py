@@ -12,7 +12,7 @@ import click
 from splitctl.cli.child import ask
 from splitctl.cli.options import json_option, library_option, rpc_option, verbose_option
 from splitctl.cli.output import ExitCode, Screen, mib, print_json
-from splitctl.host import DoctorRequest
+from splitctl.ipc.jobs import DoctorRequest
 
 
 @click.command()

@@ -12,12 +12,12 @@ from typing import Any, Self
 import click
 
 from splitctl.cli.output import EXIT_OF_FAULT, ExitCode, Screen
+from splitctl.control.client import Client, ControlAnswer, RequestFailed, wait
+from splitctl.control.requests import ControlRequest
+from splitctl.control.sockets import Address, NoSuchSession, find, runtime_folder
 from splitctl.errors import Cancelled, ConfigInvalid, SplitctlError
-from splitctl.host import Fault
-from splitctl.host.client import Answer, Client, RequestFailed, wait
-from splitctl.host.desk import OrderFailed
-from splitctl.host.requests import Request
-from splitctl.host.runtime import Address, NoSuchSession, find, runtime_folder
+from splitctl.host.pending import OrderFailed
+from splitctl.ipc.jobs import Fault
 
 Command = Callable[..., Any]
 
@@ -79,7 +79,7 @@ def address_of(session: str | None) -> Address:
     return find(runtime_folder(), session)
 
 
-def ask_host(session: str | None, request: Request) -> dict[str, Any]:
+def ask_host(session: str | None, request: ControlRequest) -> dict[str, Any]:
     """Ask a session's host, and wait for the answer; an interrupt ends the waiting, not the host's work.
 
     Args:
@@ -98,7 +98,7 @@ def ask_host(session: str | None, request: Request) -> dict[str, Any]:
                 what = "waiting for the host, which goes on with what it was asked for,"
                 raise Cancelled(what)
             for message in client.read():
-                if isinstance(message, Answer):
+                if isinstance(message, ControlAnswer):
                     return message.body
 
 

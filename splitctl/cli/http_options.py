@@ -139,6 +139,3 @@ def _keys_of(file: Path | None) -> tuple[str, ...]:
     if not keys:
         raise ConfigInvalid("--api-key-file", str(file), "a file with at least one key")
     return keys
-
-
-__all__ = ["http_options"]

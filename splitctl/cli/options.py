@@ -14,9 +14,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from splitctl.carry.sequence import RANDOM_SEED, SamplerSpec
 from splitctl.errors import ConfigInvalid
 from splitctl.placement import KV_TYPES, FlashAttn, Placement, PlacementInvalid, SplitMode, parse_tensor_split
-from splitctl.sequence import RANDOM_SEED, SamplerSpec
 
 Command = Callable[..., Any]
 

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
 
-from splitctl.host import Fault, Progress
+from splitctl.ipc.jobs import Fault, Progress
 
 _MIB = 1024 * 1024
 

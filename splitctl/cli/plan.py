@@ -13,6 +13,7 @@ import click
 import psutil
 from rich.console import Console
 
+from splitctl.carry.durable import replacing
 from splitctl.cli.options import (
     MODES,
     Mode,
@@ -24,14 +25,14 @@ from splitctl.cli.options import (
 )
 from splitctl.cli.output import ExitCode, Screen, print_json
 from splitctl.cli.plan_text import chunk_text, picture, show
-from splitctl.durable import replacing
 from splitctl.errors import BadModelFile
-from splitctl.facts import ModelFacts, read_facts
-from splitctl.host.reserving import LibraryMissing, Reserver
+from splitctl.ipc.reserving import LibraryMissing, Reserver
+from splitctl.model.facts import ModelFacts, read_facts
 from splitctl.placement import Placement, SplitMode
 from splitctl.planning.backends import unit_of
 from splitctl.planning.fitting import MIN_CHUNK, Chunk
 from splitctl.planning.memory import DeviceFacts
+from splitctl.planning.reservation import Reservation
 from splitctl.planning.survey import (
     Known,
     ModeAnswer,
@@ -44,9 +45,8 @@ from splitctl.planning.survey import (
     sizes_to_ask,
     switch_json,
 )
-from splitctl.reservation import Reservation
 from splitctl.switching import rules
-from splitctl.switching.circumstances import BuildFacts, Finding, HostFacts, SessionFacts
+from splitctl.switching.rule_inputs import BuildFacts, Finding, HostFacts, SessionFacts
 
 _GIB = 1024**3
 #: Largest chunk that `--ubatch auto` asks about [tokens].

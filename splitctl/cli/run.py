@@ -8,6 +8,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from splitctl.carry.sequence import SamplerSpec
 from splitctl.cli.attach import Talk, answer_once
 from splitctl.cli.child import ask
 from splitctl.cli.hosts import address_of, told
@@ -26,9 +27,8 @@ from splitctl.cli.options import (
 from splitctl.cli.output import EXIT_OF_STATUS, ExitCode, Screen, error_body, one_line, print_json, switch_table
 from splitctl.cli.prompts import PromptUnreadable, read_prompt
 from splitctl.errors import SplitctlError
-from splitctl.host import RunRequest
+from splitctl.ipc.jobs import RunRequest
 from splitctl.placement import Placement, SplitMode
-from splitctl.sequence import SamplerSpec
 
 _PROOFS = ("bytes", "positions", "off")
 _MAX_BATCH = 2**31 - 1

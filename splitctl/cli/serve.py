@@ -21,13 +21,13 @@ from splitctl.cli.http_options import http_options
 from splitctl.cli.options import json_option, library_option, rpc_option, serving_placement_options, verbose_option
 from splitctl.cli.output import ExitCode, Screen, one_line, print_json
 from splitctl.cli.switch import outcome_line
+from splitctl.control.server import ControlServer
+from splitctl.control.sockets import DEFAULT_NAME, Claim, checked_name, claim, prepared, runtime_folder
 from splitctl.errors import SplitctlError
 from splitctl.host.config import HostConfig
-from splitctl.host.control import ControlServer
 from splitctl.host.events import SwitchEnded
-from splitctl.host.orders import AdapterFile
-from splitctl.host.runtime import DEFAULT_NAME, Claim, checked_name, claim, prepared, runtime_folder
 from splitctl.host.supervisor import Supervisor
+from splitctl.ipc.orders import AdapterFile
 from splitctl.placement import Placement
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import statecodec
-from splitctl import carry as carries
+from splitctl.carry import file as carries
 from splitctl.cli import state_convert, state_text
 from splitctl.cli.options import json_option
 from splitctl.cli.output import ExitCode, Screen, error_body, one_line, print_json
@@ -27,7 +27,7 @@ from splitctl.cli.state_facts import codec_facts, facts_of_rows
 from splitctl.cli.state_file import StateFile, opened
 from splitctl.cli.state_repair import NothingKept, repaired
 from splitctl.errors import SplitctlError
-from splitctl.facts import ModelFacts, read_facts
+from splitctl.model.facts import ModelFacts, read_facts
 from splitctl.placement import KV_TYPES
 from statecodec import Rotation, StateCodecError, StateFormatError, StateImage, TensorType
 
@@ -345,6 +345,3 @@ def _told(found: Comparison, limit: float) -> Iterator[str]:
     yield from (f"  ! {note}" for note in found.notes)
     for what, one, two in found.writings:
         yield f"  written differently: {what}: {one} | {two}"
-
-
-__all__ = ["state"]

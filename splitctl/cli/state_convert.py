@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 import statecodec
+from splitctl.carry.durable import replacing
 from splitctl.cli.state_file import StateFile
-from splitctl.durable import replacing
 from statecodec import Rotation, StateImage, TensorType, transcode
 
 
@@ -231,6 +231,3 @@ def lines(body: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"  ! {warning}" for warning in change["warnings"])
     if not body["changes"]:
         yield "  nothing had to be changed"
-
-
-__all__ = ["Wanted", "answer", "convert", "lines", "write"]

@@ -387,6 +387,3 @@ def _taken(layer: Rows | Columns, index: Index) -> npt.NDArray[np.uint8]:
         return np.ascontiguousarray(layer.values()[:, chosen].T).view(np.uint8)
     raw = layer.raw()
     return raw[chosen] if layer.row_bytes else np.empty((len(index), 0), dtype=np.uint8)
-
-
-__all__ = ["Comparison", "Error", "compare"]

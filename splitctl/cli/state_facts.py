@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import statecodec
-from splitctl.facts import ModelFacts
+from splitctl.model.facts import ModelFacts
 
 #: Its n-gram heads give every cell an extra record, though a position is one number.
 _WITH_RECORD = frozenset({"qwen4exp"})
@@ -86,6 +86,3 @@ def facts_of_rows(facts: ModelFacts, image: statecodec.StateImage) -> statecodec
         n_embd_k=tuple(count * facts.n_embd_head_k for count in heads),
         n_embd_v=tuple(count * facts.n_embd_head_v for count in heads),
     )
-
-
-__all__ = ["codec_facts", "facts_of_rows", "repair_facts"]

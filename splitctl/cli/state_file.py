@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 
 import statecodec
-from splitctl import carry as carries
-from splitctl.carry_text import Words, from_texts
+from splitctl.carry import file as carries
+from splitctl.carry.tensorfile import MAX_HEADER_BYTES, TensorFile
+from splitctl.carry.text import Words, from_texts
 from splitctl.errors import CarryDamaged, SplitctlError
-from splitctl.tensorfile import MAX_HEADER_BYTES, TensorFile
 
 _SIZE_BYTES = 8
 _STATE = "state"
@@ -231,6 +231,3 @@ def _carry(path: Path, view: memoryview) -> CarryAround:
     if tensors[_STATE].dtype != np.uint8 or tensors[_STATE].ndim != 1:
         raise CarryDamaged(path, f"its state is {tensors[_STATE].dtype}, wanted a row of bytes")
     return CarryAround(words, checksums, tensors)
-
-
-__all__ = ["CarryAround", "StateFile", "StateUnreadable", "opened"]

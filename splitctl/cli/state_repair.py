@@ -8,7 +8,7 @@ import statecodec
 from splitctl.cli.state_facts import codec_facts, repair_facts
 from splitctl.cli.state_file import StateFile
 from splitctl.errors import SplitctlError
-from splitctl.facts import ModelFacts
+from splitctl.model.facts import ModelFacts
 from statecodec import Salvage, StateFormatError, StateImage
 
 
@@ -64,6 +64,3 @@ def repaired(file: StateFile, facts: ModelFacts | None) -> StateImage:
     if found.damage is None:  # pragma: no cover - without damage there is an image
         raise AssertionError
     raise NothingKept(file.path, found.damage, found)
-
-
-__all__ = ["NothingKept", "repaired"]

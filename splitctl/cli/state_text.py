@@ -291,6 +291,3 @@ def _layer_text(layer: dict[str, Any]) -> str:
     if layer.get("history_bytes") is not None:
         parts.append(f"second history {layer['history_bytes']} bytes a row")
     return "; ".join(parts)
-
-
-__all__ = ["describe", "rows"]

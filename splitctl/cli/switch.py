@@ -21,10 +21,10 @@ from splitctl.cli.output import (
     print_json,
     switch_table,
 )
+from splitctl.control.client import Client, ControlAnswer, wait
+from splitctl.control.requests import PROOFS, CheckRequest, SwitchRequest
 from splitctl.errors import SplitctlError
-from splitctl.host import Progress
-from splitctl.host.client import Answer, Client, wait
-from splitctl.host.requests import PROOFS, CheckRequest, SwitchRequest
+from splitctl.ipc.jobs import Progress
 from splitctl.outcome import to_plain
 from splitctl.placement import Placement, SplitMode
 
@@ -97,7 +97,7 @@ def _switch(session: str | None, request: SwitchRequest, screen: Screen, *, asks
             ready = wait([*sources, _STDIN] if is_asking else sources)
             if client in ready:
                 for message in client.read():
-                    if isinstance(message, Answer):
+                    if isinstance(message, ControlAnswer):
                         if is_asking:
                             screen.line("")
                         return message.body

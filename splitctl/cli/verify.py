@@ -25,10 +25,10 @@ from splitctl.cli.options import (
 from splitctl.cli.output import EXIT_OF_FAULT, ExitCode, Screen, error_body, mib, one_line, print_json
 from splitctl.cli.prompts import PromptUnreadable, read_prompt
 from splitctl.errors import BadModelFile
-from splitctl.facts import ModelFacts, read_facts
-from splitctl.host import Progress
-from splitctl.host.probes import DEADLINE_S, verdicts_file
-from splitctl.host.verifying import Report, Verification, Verifier
+from splitctl.ipc.jobs import Progress
+from splitctl.ipc.probes import DEADLINE_S, verdicts_file
+from splitctl.ipc.verifying import Verification, Verifier, VerifyReport
+from splitctl.model.facts import ModelFacts, read_facts
 from splitctl.outcome import to_plain
 from splitctl.placement import KV_TYPES, Placement, PlacementInvalid, SplitMode, parse_tensor_split
 from splitctl.probing import VerdictCache
@@ -208,7 +208,7 @@ def _splits(texts: tuple[str, ...], placement: Placement) -> list[tuple[float, .
     return found
 
 
-def _run(asked: Verification, cache: VerdictCache | None, screen: Screen) -> Report:
+def _run(asked: Verification, cache: VerdictCache | None, screen: Screen) -> VerifyReport:
     """Try the cells and show how it goes; Ctrl-C ends the one under way."""
 
     def progress(event: Progress) -> None:
@@ -230,7 +230,7 @@ def _run(asked: Verification, cache: VerdictCache | None, screen: Screen) -> Rep
         return verifier(asked)
 
 
-def _finish(asked: Verification, report: Report, screen: Screen, *, as_json: bool) -> ExitCode:
+def _finish(asked: Verification, report: VerifyReport, screen: Screen, *, as_json: bool) -> ExitCode:
     """Show what was found, and choose the exit status: a cell that dies is a finding and no failure."""
     body = _body(asked, report)
     reference = report.cells[0] if report.cells else None
@@ -251,7 +251,7 @@ def _finish(asked: Verification, report: Report, screen: Screen, *, as_json: boo
     return code
 
 
-def _body(asked: Verification, report: Report) -> dict[str, Any]:
+def _body(asked: Verification, report: VerifyReport) -> dict[str, Any]:
     """Make the object of `--json`."""
     facts = asked.facts
     return {

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from splitctl.host.orders import AdapterFile
+from splitctl.ipc.orders import AdapterFile
 from splitctl.placement import Placement
 
 
@@ -60,6 +60,3 @@ class HostConfig:
     def park_path(self) -> Path:
         """Where it is parked."""
         return self.state_folder / f"{self.name}.parked.safetensors"
-
-
-__all__ = ["HostConfig", "HostState"]

@@ -157,16 +157,3 @@ class _Watcher:
         """Wait for the first event."""
         self.waiting: deque[HostEvent] = deque(maxlen=_MOST_WAITING)
         self.bell = asyncio.Event()
-
-
-__all__ = [
-    "HostEvent",
-    "Hub",
-    "SessionParked",
-    "SessionRecovered",
-    "SessionSaved",
-    "SwitchEnded",
-    "SwitchStage",
-    "TrialEnded",
-    "WorkerGone",
-]

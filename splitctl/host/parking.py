@@ -16,16 +16,16 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from splitctl import carry as carries
-from splitctl.arena import Arena
-from splitctl.carry import Carry
+from splitctl.carry import file as carries
+from splitctl.carry.arena import Arena
+from splitctl.carry.file import Carry
+from splitctl.carry.fingerprint import Adapter, Fingerprint, Identity, Representation, rope_settings
+from splitctl.carry.seal import Seal, take
+from splitctl.carry.sequence import SamplerSpec, SequenceCarry, no_logits, no_tokens
 from splitctl.errors import CarryDamaged
-from splitctl.facts import read_facts
-from splitctl.fingerprint import Adapter, Fingerprint, Identity, Representation, rope_settings
-from splitctl.host.orders import AdapterFile, Book
-from splitctl.keeping import Seal, take
+from splitctl.ipc.orders import AdapterFile, SequenceSnapshot
+from splitctl.model.facts import read_facts
 from splitctl.placement import FlashAttn, Placement
-from splitctl.sequence import SamplerSpec, SequenceCarry, no_logits, no_tokens
 
 _HASH_CHUNK = 1 << 20
 _PRIVATE = 0o700
@@ -77,7 +77,12 @@ def owner_of(model: Path, adapters: Sequence[AdapterFile], *, n_vocab: int, buil
 
 
 def park(
-    path: Path, books: Sequence[Book], *, placement: Placement, owner: Owner, sealed: Sequence[tuple[int, Seal]]
+    path: Path,
+    books: Sequence[SequenceSnapshot],
+    *,
+    placement: Placement,
+    owner: Owner,
+    sealed: Sequence[tuple[int, Seal]],
 ) -> bool:
     """Write a session to a file.
 
@@ -101,7 +106,7 @@ def park(
     return bool(len(carry.state))
 
 
-def _with_state(books: Sequence[Book], sealed: Sequence[tuple[int, Seal]]) -> Carry | None:
+def _with_state(books: Sequence[SequenceSnapshot], sealed: Sequence[tuple[int, Seal]]) -> Carry | None:
     """Find a sealed carry that the books have not left behind."""
     for fd, seal in sealed:
         try:
@@ -115,13 +120,13 @@ def _with_state(books: Sequence[Book], sealed: Sequence[tuple[int, Seal]]) -> Ca
     return None
 
 
-def _is_of(sequence: SequenceCarry, book: Book) -> bool:
+def _is_of(sequence: SequenceCarry, book: SequenceSnapshot) -> bool:
     """Tell whether a sequence's rows are those of a book's tokens, but for one that is still to be decoded."""
     n_past = len(book.tokens) - book.is_pending
     return n_past == sequence.n_past and sequence.tokens[:n_past].tolist() == list(book.tokens[:n_past])
 
 
-def _gone_on(sequence: SequenceCarry, book: Book) -> SequenceCarry:
+def _gone_on(sequence: SequenceCarry, book: SequenceSnapshot) -> SequenceCarry:
     """Give a sequence the token that was drawn since it was sealed."""
     tokens = _row(book.tokens)
     sampler = book.sampler or sequence.sampler
@@ -135,7 +140,7 @@ def _gone_on(sequence: SequenceCarry, book: Book) -> SequenceCarry:
     )
 
 
-def _tokens_alone(books: Sequence[Book], placement: Placement, owner: Owner) -> Carry:
+def _tokens_alone(books: Sequence[SequenceSnapshot], placement: Placement, owner: Owner) -> Carry:
     representation = Representation(
         build=owner.build,
         type_k=placement.type_k,
@@ -154,7 +159,7 @@ def _tokens_alone(books: Sequence[Book], placement: Placement, owner: Owner) -> 
     )
 
 
-def _sequence(book: Book) -> SequenceCarry:
+def _sequence(book: SequenceSnapshot) -> SequenceCarry:
     tokens = _row(book.tokens)
     return SequenceCarry(
         seq_id=book.seq_id,
@@ -179,6 +184,3 @@ def _digest(path: Path) -> str:
         while chunk := file.read(_HASH_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-__all__ = ["Owner", "owner_of", "park"]

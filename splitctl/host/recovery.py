@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from splitctl.keeping import Seal
+from splitctl.carry.seal import Seal
 from splitctl.placement import Placement
 
 #: Workers that may be killed from outside, or die while they had nothing to do, one after the other, before that counts
@@ -127,6 +127,3 @@ class Recovery:
             if attempt.seal is None or attempt.seal in seals:
                 return attempt
         return None
-
-
-__all__ = ["Attempt", "Loss", "Recovery", "attempts"]

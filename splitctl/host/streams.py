@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from splitctl.host.protocol import Fault
-from splitctl.host.stop_texts import StopTexts
+from splitctl.ipc.jobs import Fault
+from splitctl.ipc.stop_texts import StopTexts
 
 
 class Why(Enum):
@@ -217,6 +217,3 @@ class Stream:
         if rest:
             self._events.put_nowait(Delta(rest, None, max(self._n_told - 1, 0)))
         self._events.put_nowait(done)
-
-
-__all__ = ["Begun", "Delta", "Done", "Paused", "Resumed", "Stream", "StreamEvent", "Text", "Why"]

@@ -13,16 +13,16 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from splitctl.control.requests import GenerateRequest
 from splitctl.errors import Busy, Parked, SplitctlError
 from splitctl.host.config import HostConfig, HostState
-from splitctl.host.desk import OnLoss, OrderFailed
 from splitctl.host.events import HostEvent, SessionSaved
-from splitctl.host.keeper import Keeper
-from splitctl.host.life import End
-from splitctl.host.orders import Check, Checked, Open, Replaced, Restore, Save, Saved, Switch
-from splitctl.host.protocol import Fault
-from splitctl.host.requests import GenerateRequest
+from splitctl.host.link import End
+from splitctl.host.manager import WorkerManager
+from splitctl.host.pending import OnLoss, OrderFailed
 from splitctl.host.streams import Stream
+from splitctl.ipc.jobs import Fault
+from splitctl.ipc.orders import Check, Checked, Open, Replaced, Restore, Save, Saved, Switch
 from splitctl.outcome import to_plain
 from splitctl.placement import Placement
 
@@ -46,7 +46,7 @@ class Supervisor:
         """
         self._config = config
         self._tell = tell
-        self._keeper = Keeper(config, env, tell)
+        self._keeper = WorkerManager(config, env, tell)
         self._started_at = time.time()
         self._ended: asyncio.Future[dict[str, Any]] | None = None
 
@@ -414,6 +414,3 @@ def _error_of(end: End) -> Exception:
         failure = end.failure
         return OrderFailed(failure.fault, failure.kind, failure.message, failure.body)
     return end.lost or OrderFailed(Fault.INTERNAL, "WorkerLost", f"{end.reason}; splitctl doctor shows the library")
-
-
-__all__ = ["HostConfig", "HostState", "Supervisor"]

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from splitctl.errors import SplitctlError
-from splitctl.host.books import ReportWrong
-from splitctl.host.orders import Sealed, StageReached, Switched, Trial
+from splitctl.carry.seal import Seal
+from splitctl.errors import Reason, SplitctlError
+from splitctl.host.ledger import ReportWrong
 from splitctl.host.recovery import Loss
-from splitctl.keeping import Seal
-from splitctl.outcome import Reason, StageTimes, SwitchOutcome, SwitchStatus
+from splitctl.ipc.orders import Sealed, StageReached, Switched, Trial
+from splitctl.outcome import Stage, StageTimes, SwitchOutcome, SwitchStatus
 from splitctl.placement import Placement
-from splitctl.switching.machine import FALLING_BACK, Stage
+from splitctl.switching.machine import FALLING_BACK
 
 #: Outcomes that are kept, for what a switch will take.
 _KEPT = 256
@@ -377,6 +377,3 @@ def _trial_lost(
         "conversions": [],
         "peak_device_bytes": [],
     }
-
-
-__all__ = ["OnTrial", "Switches", "UnderWay", "read_outcome"]

@@ -17,11 +17,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from splitctl.control.connection import event_body
+from splitctl.control.requests import REQUESTS, CheckRequest, SwitchRequest, changes_from_json
+from splitctl.control.server import SessionService
 from splitctl.errors import Busy, SplitctlError
-from splitctl.host.connection import event_body
-from splitctl.host.control import Hosted
-from splitctl.host.requests import REQUESTS, CheckRequest, SwitchRequest, changes_from_json
-from splitctl.host.wire import from_object, shown
 from splitctl.http.answers import comment
 from splitctl.http.chat import room_of
 from splitctl.http.devices import Devices
@@ -29,6 +28,7 @@ from splitctl.http.errors import ApiError, api_error
 from splitctl.http.intake import Intake
 from splitctl.http.sse import EventStream
 from splitctl.http.watch import Watch
+from splitctl.ipc.wire import from_object, shown
 from splitctl.placement import SplitMode
 
 #: Longest silence of the events [seconds].
@@ -47,7 +47,14 @@ class Admin:
     """
 
     def __init__(
-        self, host: Hosted, intake: Intake, watch: Watch, devices: Devices, folder: Path | None, *, is_open: bool
+        self,
+        host: SessionService,
+        intake: Intake,
+        watch: Watch,
+        devices: Devices,
+        folder: Path | None,
+        *,
+        is_open: bool,
     ) -> None:
         """Answer from a session.
 
@@ -258,6 +265,3 @@ def _without_folder(model: Mapping[str, Any]) -> dict[str, Any]:
 
 #: Modes that the page offers.
 _OFFERED = (SplitMode.LAYER, SplitMode.TENSOR, SplitMode.NONE, SplitMode.ROW)
-
-
-__all__ = ["Admin"]

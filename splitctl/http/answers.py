@@ -127,6 +127,3 @@ def timings(done: Done) -> dict[str, Any]:
 
 def _rate(n: int, ms: float) -> float | None:
     return n / ms * 1e3 if n and ms else None
-
-
-__all__ = ["DONE", "Form", "comment", "data", "finish_reason", "timings", "usage"]

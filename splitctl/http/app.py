@@ -16,17 +16,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from splitctl.control.server import SessionService
 from splitctl.errors import SplitctlError
-from splitctl.host.control import Hosted
-from splitctl.host.wire import shown
 from splitctl.http.admin import Admin
 from splitctl.http.chat import Chat
 from splitctl.http.devices import Devices
 from splitctl.http.errors import ApiError, api_error
 from splitctl.http.guard import App, Guard
-from splitctl.http.intake import Intake, Limits
+from splitctl.http.intake import HttpLimits, Intake
 from splitctl.http.metrics import CONTENT_TYPE, Metrics
 from splitctl.http.watch import Watch
+from splitctl.ipc.wire import shown
 
 Answer = Callable[[Request], Awaitable[Response]]
 
@@ -35,7 +35,7 @@ _POLICY = (
     "default-src 'none'; script-src 'sha256-{script}'; style-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_PLAIN_LIMITS = Limits()
+_PLAIN_LIMITS = HttpLimits()
 
 
 class Service:
@@ -48,7 +48,7 @@ class Service:
 
     def __init__(
         self,
-        host: Hosted,
+        host: SessionService,
         *,
         watch: Watch,
         devices: Devices,
@@ -58,7 +58,7 @@ class Service:
         origins: Sequence[str] = (),
         is_loopback: bool = True,
         folder: Path | None = None,
-        limits: Limits = _PLAIN_LIMITS,
+        limits: HttpLimits = _PLAIN_LIMITS,
     ) -> None:
         """Answer for a session.
 
@@ -166,6 +166,3 @@ def _page_and_policy() -> tuple[str, str]:
     script = text.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     return text, _POLICY.format(script=digest)
-
-
-__all__ = ["Service"]

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from splitctl.carry.sequence import RANDOM_SEED, SamplerSpec
+from splitctl.control.requests import ChatMessage, GenerateRequest
 from splitctl.errors import ConfigInvalid
-from splitctl.host.requests import ChatMessage, GenerateRequest
-from splitctl.host.wire import shown
 from splitctl.http.errors import ApiError
-from splitctl.sequence import RANDOM_SEED, SamplerSpec
+from splitctl.ipc.wire import shown
 
 Body = Mapping[str, Any]
 
@@ -288,17 +288,3 @@ _NOT_IN_COMPLETION: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "echo": (_is_empty, "the prompt is not sent back"),
     "suffix": (_is_empty, "text is generated after a prompt only"),
 }
-
-
-__all__ = [
-    "MAX_LAST_N",
-    "MAX_MODEL_CHARS",
-    "MAX_ROLE_CHARS",
-    "MAX_STOPS",
-    "MAX_STOP_CHARS",
-    "Asked",
-    "Body",
-    "chat",
-    "completion",
-    "object_of",
-]

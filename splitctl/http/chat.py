@@ -19,9 +19,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from splitctl.control.server import SessionService, TokenStream
 from splitctl.errors import Busy
-from splitctl.host.control import Hosted, Stream
-from splitctl.host.protocol import Fault
 from splitctl.host.streams import Begun, Delta, Done, Paused, Why
 from splitctl.http import answers, bodies
 from splitctl.http.answers import Form
@@ -29,6 +28,7 @@ from splitctl.http.bodies import Asked, Body
 from splitctl.http.errors import ApiError
 from splitctl.http.intake import Intake
 from splitctl.http.sse import EventStream, hung_up
+from splitctl.ipc.jobs import Fault
 
 #: Longest silence of a stream [seconds].
 _SILENCE_S = 10.0
@@ -44,7 +44,7 @@ class _Answer:
         self._chat = chat
         self._n_bytes = n_bytes
         self._is_over = False
-        self.stream: Stream | None = None
+        self.stream: TokenStream | None = None
 
     def end(self) -> None:
         """Give everything back, once; a stream that goes on is cancelled."""
@@ -61,7 +61,7 @@ class Chat:
     Thread: the loop's.
     """
 
-    def __init__(self, host: Hosted, intake: Intake, on_done: Callable[[Done], None]) -> None:
+    def __init__(self, host: SessionService, intake: Intake, on_done: Callable[[Done], None]) -> None:
         """Answer from a session.
 
         Args:
@@ -169,7 +169,7 @@ class Chat:
         self._idle.clear()
         return _Answer(self, n_bytes)
 
-    async def _generate(self, asked: Asked) -> Stream:
+    async def _generate(self, asked: Asked) -> TokenStream:
         try:
             return await self._host.generate(asked.request)
         except Busy as error:
@@ -188,7 +188,7 @@ class Chat:
             message = f"the prompt of {found} does not fit: n_ctx is {room} tokens a sequence"
             raise ApiError(400, message, code="context_length_exceeded")
 
-    async def _whole(self, request: Request, stream: Stream, form: Form) -> Response:
+    async def _whole(self, request: Request, stream: TokenStream, form: Form) -> Response:
         """Wait for the whole answer."""
 
         async def collect() -> tuple[list[Delta], Done]:
@@ -207,7 +207,7 @@ class Chat:
         tokens = [one.token for one in pieces if one.token is not None]
         return JSONResponse(form.whole("".join(one.text for one in pieces), done, tokens))
 
-    async def _chunks(self, stream: Stream, form: Form, event: Any) -> AsyncGenerator[bytes, None]:
+    async def _chunks(self, stream: TokenStream, form: Form, event: Any) -> AsyncGenerator[bytes, None]:
         """Give the bytes of a stream.
 
         Args:
@@ -240,7 +240,7 @@ class Chat:
         counts = [answers.data(form.counts(done))] if form.with_usage else []
         return [answers.data(form.last(done)), *counts, answers.DONE]
 
-    async def _first_of(self, stream: Stream) -> Any:
+    async def _first_of(self, stream: TokenStream) -> Any:
         """Wait for the first event that says that something will come; an error before it is a status.
 
         Returns:
@@ -304,6 +304,3 @@ async def _unless_gone(request: Request, work: Any) -> Any:
         for task in (working, leaving):
             task.cancel()
         await asyncio.wait({working, leaving})
-
-
-__all__ = ["Chat", "room_of"]

@@ -19,7 +19,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from splitctl.http.errors import ApiError
-from splitctl.http.intake import Limits, head_too_long
+from splitctl.http.intake import HttpLimits, head_too_long
 
 #: For a client to stop sending, after an answer that ends its connection [seconds].
 _LINGER_S = 2.0
@@ -31,7 +31,7 @@ class Patient(H11Protocol):
     Thread: the loop's.
     """
 
-    limits = Limits()
+    limits = HttpLimits()
     since = 0.0
     """When it began to wait for a request, by the loop's clock."""
 
@@ -133,7 +133,7 @@ class Patient(H11Protocol):
             self.transport.abort()
 
 
-def connection_class(limits: Limits) -> type[Patient]:
+def connection_class(limits: HttpLimits) -> type[Patient]:
     """Make the class of a server's connections, which uvicorn makes by itself."""
     return type("Patient", (Patient,), {"limits": limits})
 
@@ -142,6 +142,3 @@ def _said(status: int, why: str) -> ApiError:
     if status == 431:
         return head_too_long()
     return ApiError(status, f"this is no HTTP/1.1 request: {why[:80]}", code="not_http")
-
-
-__all__ = ["Patient", "connection_class"]

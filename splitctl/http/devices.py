@@ -93,6 +93,3 @@ def _driver() -> Any:
     except door.NVMLError:
         return None
     return door
-
-
-__all__ = ["Devices"]

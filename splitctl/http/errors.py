@@ -18,9 +18,9 @@ from splitctl.errors import (
     Refused,
     SplitctlError,
 )
-from splitctl.host.desk import OrderFailed
-from splitctl.host.protocol import Fault
-from splitctl.host.wire import MessageInvalid
+from splitctl.host.pending import OrderFailed
+from splitctl.ipc.jobs import Fault
+from splitctl.ipc.wire import MessageInvalid
 
 _TYPES = {
     400: "invalid_request_error",
@@ -106,6 +106,3 @@ def api_error(error: SplitctlError) -> ApiError:
             return ApiError(503, str(error), code="deadline")
         case _:
             return ApiError(500, str(error), code=type(error).__name__)
-
-
-__all__ = ["ApiError", "api_error"]

@@ -155,6 +155,3 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return name == "localhost"
     return True
-
-
-__all__ = ["OPEN_PATHS", "App", "Guard", "Receive", "Scope", "Send"]

@@ -32,7 +32,7 @@ _MAX_VALUES = 1 << 21
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class HttpLimits:
     """What clients may take.
 
     Attributes:
@@ -66,7 +66,7 @@ class Intake:
     Thread: the loop's.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: HttpLimits) -> None:
         """Hold nothing yet."""
         self.limits = limits
         self._n_pending = 0
@@ -133,6 +133,3 @@ def head_too_long() -> ApiError:
 
 def _too_long(most: int) -> ApiError:
     return ApiError(413, f"the body is too long; {most} bytes at most", code="body_too_long")
-
-
-__all__ = ["MAX_HEAD_BYTES", "Intake", "Limits", "head_too_long"]

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
-from splitctl.host.control import Hosted
+from splitctl.control.server import SessionService
 from splitctl.host.streams import Done
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -26,7 +26,7 @@ class Metrics:
     Thread: the loop's.
     """
 
-    def __init__(self, host: Hosted) -> None:
+    def __init__(self, host: SessionService) -> None:
         """Count from zero.
 
         Args:
@@ -73,7 +73,7 @@ class Metrics:
 class _Session(Collector):
     """Reads the session's own numbers."""
 
-    def __init__(self, host: Hosted) -> None:
+    def __init__(self, host: SessionService) -> None:
         self._host = host
 
     def collect(self) -> Iterator[Metric]:
@@ -108,6 +108,3 @@ class _Session(Collector):
         for ended, n in (status.get("switches") or {}).get("ended", {}).items():
             switches.add_metric([ended], float(n))
         yield switches
-
-
-__all__ = ["CONTENT_TYPE", "Metrics"]

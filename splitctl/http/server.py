@@ -18,12 +18,12 @@ from typing import Any
 
 import uvicorn
 
+from splitctl.control.server import SessionService
 from splitctl.errors import ConfigInvalid
-from splitctl.host.control import Hosted
 from splitctl.http.app import Service
 from splitctl.http.connections import connection_class
 from splitctl.http.devices import Devices
-from splitctl.http.intake import MAX_HEAD_BYTES, Limits
+from splitctl.http.intake import MAX_HEAD_BYTES, HttpLimits
 from splitctl.http.watch import Watch
 
 #: From an answer to the next request on its connection [seconds].
@@ -53,7 +53,7 @@ class HttpConfig:
     api_keys: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     folder: Path | None = None
-    limits: Limits = field(default_factory=Limits)
+    limits: HttpLimits = field(default_factory=HttpLimits)
     drain_s: float = 3.0
     visible_gpus: str | None = None
 
@@ -64,7 +64,7 @@ class HttpServer:
     Thread: the loop's. Lifetime: from `listen` to `close`.
     """
 
-    def __init__(self, host: Hosted, config: HttpConfig, *, tell: Callable[[str], None]) -> None:
+    def __init__(self, host: SessionService, config: HttpConfig, *, tell: Callable[[str], None]) -> None:
         """Nothing is opened yet.
 
         Args:
@@ -188,6 +188,3 @@ def _is_loopback(address: Any) -> bool:
         return ipaddress.ip_address(str(address).partition("%")[0]).is_loopback
     except ValueError:
         return False
-
-
-__all__ = ["HttpConfig", "HttpServer"]

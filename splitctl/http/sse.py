@@ -63,6 +63,3 @@ async def hung_up(receive: Receive) -> None:
     """Wait until the client is gone; what it still sends is dropped."""
     while (await receive())["type"] != "http.disconnect":
         continue
-
-
-__all__ = ["EventStream", "hung_up"]

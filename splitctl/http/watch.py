@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from typing import Any
 
-from splitctl.host.control import Hosted
+from splitctl.control.server import SessionService
 from splitctl.host.events import SwitchEnded, TrialEnded
 
 _N_KEPT = 16
@@ -18,7 +18,7 @@ class Watch:
     Thread: the loop's. Lifetime: from `start` to `stop`.
     """
 
-    def __init__(self, host: Hosted) -> None:
+    def __init__(self, host: SessionService) -> None:
         """Keep nothing yet.
 
         Args:
@@ -51,6 +51,3 @@ class Watch:
                 self._outcomes[-1] = event.outcome
             elif isinstance(event, SwitchEnded | TrialEnded):
                 self._outcomes.append(event.outcome)
-
-
-__all__ = ["Watch"]

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from splitctl.gguf_header import TensorInfo
-from splitctl.gguf_types import TENSOR_TYPES
+from splitctl.model.header import TensorInfo
+from splitctl.model.tensor_types import TENSOR_TYPES
 
 if TYPE_CHECKING:
-    from splitctl.facts import ModelFacts
+    from splitctl.model.facts import ModelFacts
 
 _MIB = 1024 * 1024
 _MATRIX = 2

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from splitctl.cache_types import row_bytes
-from splitctl.facts import ModelFacts
-from splitctl.layers import CSA_RATIO, HCA_RATIO, LayerFacts, layers_of
+from splitctl.model.cache_types import row_bytes
+from splitctl.model.facts import ModelFacts
+from splitctl.model.layers import CSA_RATIO, HCA_RATIO, LayerFacts, layers_of
 from splitctl.placement import FlashAttn, Placement
 
 #: Contexts and windows are padded to this many cells.

@@ -10,11 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from splitctl.facts import ModelFacts
-from splitctl.layers import layers_of
+from splitctl.model.facts import ModelFacts
+from splitctl.model.layers import layers_of
 from splitctl.placement import FlashAttn, Placement, SplitMode
 from splitctl.planning.cells import shape_of
-from splitctl.reservation import Reservation
+from splitctl.planning.reservation import Reservation
 
 _F32_BYTES = 4
 _F16_BYTES = 2

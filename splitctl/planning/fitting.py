@@ -230,18 +230,3 @@ def _balanced_layers(free: Sequence[int], apart: Sequence[int], layer_bytes: Seq
         middle = (low + high) / 2
         low, high = (middle, high) if runs(middle) is None else (low, middle)
     return tuple(float(count) for count in runs(high) or ())
-
-
-__all__ = [
-    "HOST_POOL",
-    "MIN_CHUNK",
-    "Chunk",
-    "Need",
-    "balanced_split",
-    "lacking",
-    "largest_chunk",
-    "largest_context",
-    "needs_of",
-    "needs_of_mode",
-    "needs_of_switch",
-]

@@ -15,17 +15,17 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from splitctl.facts import ModelFacts
-from splitctl.layers import layers_of
+from splitctl.model.facts import ModelFacts
+from splitctl.model.layers import layers_of
+from splitctl.model.slices import Cutter
 from splitctl.placement import FlashAttn, Placement, SplitMode
 from splitctl.planning import backends as costs
 from splitctl.planning import weights as weighing
 from splitctl.planning.backends import CPU, Backend, backend_of
 from splitctl.planning.cells import CacheTensor, cache_tensors, shape_of
 from splitctl.planning.compute import DEVICE, HOST_BUFFER, META, Compute, compute_of
+from splitctl.planning.reservation import Reservation
 from splitctl.planning.weights import HOST, Piece
-from splitctl.reservation import Reservation
-from splitctl.slices import Cutter
 
 _F32_BYTES = 4
 #: Beside its rows the state holds of each cell its position and its sequences.

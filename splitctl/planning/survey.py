@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from splitctl.facts import ModelFacts
-from splitctl.outcome import Reason
+from splitctl.errors import Reason
+from splitctl.model.facts import ModelFacts
 from splitctl.placement import Placement, SplitMode
 from splitctl.planning.cells import PADDING
 from splitctl.planning.fitting import (
@@ -31,7 +31,7 @@ from splitctl.planning.memory import (
     plan_mode,
     plan_switch,
 )
-from splitctl.reservation import Reservation
+from splitctl.planning.reservation import Reservation
 
 #: The saved state, and what is read back of it as proof; a conversion takes one of the two places.
 CARRY_COPIES = 2

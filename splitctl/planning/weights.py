@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from splitctl.facts import ModelFacts
-from splitctl.gguf_header import TensorInfo
-from splitctl.layers import layers_of
+from splitctl.model.facts import ModelFacts
+from splitctl.model.header import TensorInfo
+from splitctl.model.layers import layers_of
+from splitctl.model.slices import Cutter
 from splitctl.planning.backends import Backend
-from splitctl.slices import Cutter
 
 #: Tensors of the input, which stay on the host.
 _INPUT = frozenset({"token_embd.weight", "position_embd.weight", "token_types.weight", "per_layer_token_embd.weight"})

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llama_native import CallFailed, Context, Library, LoadCancelled, Model, state_get, state_set, state_size
-from splitctl.engine import context_params, model_params, resolve_threads
+from splitctl.engine.engine import context_params, model_params, resolve_threads
 from splitctl.last_words import is_shortage, telling_line
 from splitctl.placement import Placement, SplitMode
 from splitctl.probing.comparing import Logits, nmse, nmse_limit

@@ -10,10 +10,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from llama_native import CallFailed, Context, Library, LoadMode, Model
-from splitctl.buffer_lines import buffer_lines, cache_sections
-from splitctl.engine import context_params, model_params, resolve_threads
+from splitctl.engine.buffer_lines import buffer_lines, cache_sections
+from splitctl.engine.engine import context_params, model_params, resolve_threads
 from splitctl.placement import Placement
-from splitctl.reservation import Reservation
+from splitctl.planning.reservation import Reservation
 
 
 def can_reserve(library: Library) -> bool:

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from splitctl.facts import ModelFacts
 from splitctl.last_words import is_shortage, telling_line
+from splitctl.model.facts import ModelFacts
 from splitctl.placement import FlashAttn, Placement, SplitMode
 
 _FORMAT = 1

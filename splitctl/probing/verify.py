@@ -18,8 +18,8 @@ from typing import IO, Any
 import numpy as np
 
 from llama_native import CallFailed, Context, Library, LoadCancelled, Model, state_get, state_set, state_size
-from splitctl.buffer_lines import BufferLine, buffer_lines
-from splitctl.engine import context_params, model_params, resolve_threads
+from splitctl.engine.buffer_lines import BufferLine, buffer_lines
+from splitctl.engine.engine import context_params, model_params, resolve_threads
 from splitctl.last_words import is_shortage, telling_line
 from splitctl.placement import FlashAttn, Placement, SplitMode
 from splitctl.probing.comparing import MAX_KEPT_BYTES, Logits, Tally, nmse_limit, surprise

@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
-from splitctl.outcome import DOES_NOT_FIT, Reason
+from splitctl.errors import Reason
+from splitctl.outcome import DOES_NOT_FIT
 from splitctl.placement import SplitMode
 from splitctl.probing import Verdict
 from splitctl.switching import rules
-from splitctl.switching.circumstances import BuildFacts, Finding, HostFacts, SessionFacts
+from splitctl.switching.rule_inputs import BuildFacts, Finding, HostFacts, SessionFacts
 
 if TYPE_CHECKING:
     from llama_native import Library
-    from splitctl.core import Core
-    from splitctl.facts import ModelFacts
+    from splitctl.engine.live import LiveSession
+    from splitctl.model.facts import ModelFacts
     from splitctl.placement import Placement
     from splitctl.probing import ProbeVerdict
 
@@ -67,7 +68,7 @@ class Checker:
         session = SessionFacts(tokens={}, n_adapters=n_adapters)
         return self._reasons(None, placement, session, force=force, convert=True)
 
-    def switching(self, core: Core, target: Placement, *, force: bool, convert: bool) -> tuple[Reason, ...]:
+    def switching(self, core: LiveSession, target: Placement, *, force: bool, convert: bool) -> tuple[Reason, ...]:
         """Return the reasons not to switch to a target; none: try it.
 
         Args:
@@ -119,6 +120,3 @@ class Checker:
             )
             return (*rules.refused(findings), Reason("probe-inconclusive", text))
         return rules.refused(judge(verdict))
-
-
-__all__ = ["TRIED", "Checker", "Planner", "Prober"]

@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import statecodec
+from splitctl.errors import StateUnsound
 from splitctl.placement import FlashAttn, Placement
 from statecodec import (
     AttentionSection,
     Columns,
     Rotation,
     Rows,
-    StateFormatError,
     StateImage,
     Stream,
     TensorType,
@@ -195,12 +195,15 @@ def look(state: memoryview) -> Found:
     """Read what a session or sequence file of the library, or a slot file of its server, holds.
 
     Raises:
-        statecodec.StateFormatError: the bytes do not parse, and no whole token list stands before the damage.
+        StateUnsound: the bytes do not parse, and no whole token list stands before the damage.
     """
-    found = statecodec.salvage(state)
+    try:
+        found = statecodec.salvage(state)
+    except statecodec.StateFormatError as error:
+        raise StateUnsound(str(error)) from error
     image, tokens = found.image, found.tokens
     if found.damage is not None and not found.has_all_tokens:
-        raise found.damage
+        raise StateUnsound(str(found.damage)) from found.damage
     held = {} if image is None else image.sequences()
     rows = {0 if image is None or image.form.is_sequence else seq_id: span.pos_max + 1 for seq_id, span in held.items()}
     if tokens is None:
@@ -235,6 +238,3 @@ def _rotations(image: StateImage) -> list[Rotation] | None:
             return None
         found.append(streams[0].rotation)
     return found
-
-
-__all__ = ["Found", "Plan", "StateFormatError", "convert", "fit", "look", "n_streams", "plan"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from splitctl.switching.machine import NATIVE, RESTING, SUSPENDED, TABLE, Command, Stage
+from splitctl.outcome import Stage
+from splitctl.switching.machine import NATIVE, RESTING, SUSPENDED, TABLE, Command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,24 +11,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llama_native import CallFailed, LoadCancelled, NativeError
-from splitctl.errors import Cancelled, CannotConvert, Parked, SplitctlError, StateUnsound
-from splitctl.outcome import DevicePeak, Reason
-from splitctl.switching.machine import Command, Event, EventKind, Stage
+from splitctl.errors import Cancelled, CannotConvert, Parked, Reason, SplitctlError, StateUnsound
+from splitctl.outcome import DevicePeak, Stage
+from splitctl.switching.machine import Command, EventKind, SwitchEvent
 from splitctl.switching.peaks import device_peaks
-from splitctl.switching.sealing import Sealed
+from splitctl.switching.sealing import SealedState
 from splitctl.switching.transfer import Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from splitctl.core import Core
+    from splitctl.engine.live import LiveSession
     from splitctl.placement import Placement
     from splitctl.switching.machine import MachineState
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class SwitchOptions:
     """How one switch is to be done.
 
     Args:
@@ -49,16 +49,16 @@ class Options:
 class Effects:
     """Carries out commands on a session's parts. Thread: the session's turn guards it."""
 
-    def __init__(self, core: Core, park: Callable[[Sealed | None], Path]) -> None:
+    def __init__(self, core: LiveSession, park: Callable[[SealedState | None], Path]) -> None:
         """Work on ``core``; ``park`` writes a carry (or at least the tokens) to disk and returns where."""
         self.core = core
         self._park_to = park
-        self.options = Options()
+        self.options = SwitchOptions()
         self.transfer = Transfer(core)
         self.parked_at: Path | None = None
         self.peaks: tuple[DevicePeak, ...] = ()
         self._resolved: Placement | None = None
-        self._methods: Mapping[Command, Callable[[MachineState], Event | None]] = {
+        self._methods: Mapping[Command, Callable[[MachineState], SwitchEvent | None]] = {
             Command.QUIESCE: self._quiesce,
             Command.CHECK: self._check,
             Command.SAVE: self._save,
@@ -82,7 +82,7 @@ class Effects:
             Command.CLOSE: self._close,
         }
 
-    def perform(self, command: Command, state: MachineState) -> Event | None:
+    def perform(self, command: Command, state: MachineState) -> SwitchEvent | None:
         """Carry out one command.
 
         Args:
@@ -97,10 +97,10 @@ class Effects:
         try:
             event = self._methods[command](state)
         except (LoadCancelled, Cancelled):
-            return Event(EventKind.CANCELLED)
+            return SwitchEvent(EventKind.CANCELLED)
         except CallFailed as error:
             if core.cancel.is_set():
-                return Event(EventKind.CANCELLED)
+                return SwitchEvent(EventKind.CANCELLED)
             return _failed("call-failed", str(error))
         except CannotConvert as error:
             return _failed("cannot-convert", str(error))
@@ -112,71 +112,71 @@ class Effects:
             core.cancel.shielded = False
         ended = event is not None and event.kind in {EventKind.DONE, EventKind.REFUSED}
         if ended and core.cancel.is_set() and command in _CANCELLABLE:
-            return Event(EventKind.CANCELLED)
+            return SwitchEvent(EventKind.CANCELLED)
         return event
 
-    def _quiesce(self, _state: MachineState) -> Event:
+    def _quiesce(self, _state: MachineState) -> SwitchEvent:
         # The session has waited for the token boundary and holds it: the machine moves in nobody's decode.
         return _DONE
 
-    def _check(self, state: MachineState) -> Event:
+    def _check(self, state: MachineState) -> SwitchEvent:
         target = _requested(state)
         if not self.core.placement.differs(target):
-            return Event(EventKind.UNCHANGED)
+            return SwitchEvent(EventKind.UNCHANGED)
         reasons = self.options.check(target)
-        return Event(EventKind.REFUSED, reasons=reasons) if reasons else _DONE
+        return SwitchEvent(EventKind.REFUSED, reasons=reasons) if reasons else _DONE
 
-    def _save(self, _state: MachineState) -> Event:
+    def _save(self, _state: MachineState) -> SwitchEvent:
         self.transfer.save()
         return _DONE
 
-    def _seal(self, state: MachineState) -> Event:
+    def _seal(self, state: MachineState) -> SwitchEvent:
         self.transfer.seal(_requested(state))
         return _DONE
 
-    def _free(self, _state: MachineState) -> Event:
+    def _free(self, _state: MachineState) -> SwitchEvent:
         self.transfer.accept()
         self.core.engine.free()
         return _DONE
 
-    def _place(self, state: MachineState) -> Event:
+    def _place(self, state: MachineState) -> SwitchEvent:
         report = self.options.progress
         self.core.engine.place(_requested(state), lambda share: report(state.stage, share))
         return _DONE
 
-    def _build(self, state: MachineState) -> Event:
+    def _build(self, state: MachineState) -> SwitchEvent:
         self._resolved = self.core.engine.build(_requested(state))
         return _DONE
 
-    def _restore(self, _state: MachineState) -> Event:
+    def _restore(self, _state: MachineState) -> SwitchEvent:
         self.transfer.give_target()
         return _DONE
 
-    def _native_switch(self, state: MachineState) -> Event:
+    def _native_switch(self, state: MachineState) -> SwitchEvent:
         target = _requested(state)
         self.transfer.accept()
         mode = {"none": 0, "layer": 1, "row": 2, "tensor": 3}[target.mode.value]
         if not self.core.engine.live.native_switch(mode, target.tensor_split):
             tail = " | ".join(self.core.engine.library.log.tail(3))
-            return Event(
+            return SwitchEvent(
                 EventKind.DECLINED,
                 reasons=(Reason("native-declined", f"the library could not place {target.mode.value}: {tail}"),),
             )
         self._resolved = target
         return _DONE
 
-    def _prove(self, _state: MachineState) -> Event:
+    def _prove(self, _state: MachineState) -> SwitchEvent:
         wrong = self._unproved()
         return _failed("proof-failed", wrong) if wrong else self._placed()
 
     def _unproved(self) -> str:
         return self.transfer.unproved(read_back=self.options.read_back) if self.options.prove else ""
 
-    def _placed(self) -> Event:
+    def _placed(self) -> SwitchEvent:
         resolved = self._resolved or self.core.placement
         self.core.serve_in(resolved)
         self.peaks = device_peaks(self.core.engine.library, resolved)
-        return Event(EventKind.DONE, placement=resolved)
+        return SwitchEvent(EventKind.DONE, placement=resolved)
 
     def _enter_trial(self, _state: MachineState) -> None:
         self.transfer.enter_trial()
@@ -186,30 +186,30 @@ class Effects:
         if state.effective is not None:
             self.core.serve_in(state.effective)
 
-    def _release_failed(self, _state: MachineState) -> Event:
+    def _release_failed(self, _state: MachineState) -> SwitchEvent:
         self.core.engine.free()
         return _DONE
 
-    def _place_old(self, state: MachineState) -> Event:
+    def _place_old(self, state: MachineState) -> SwitchEvent:
         self.core.engine.place(_original_of(state), cancellable=False)
         return _DONE
 
-    def _build_old(self, state: MachineState) -> Event:
+    def _build_old(self, state: MachineState) -> SwitchEvent:
         self.core.engine.build(_original_of(state))
         return _DONE
 
-    def _restore_old(self, _state: MachineState) -> Event:
+    def _restore_old(self, _state: MachineState) -> SwitchEvent:
         self.transfer.give_original()
         return _DONE
 
-    def _prove_old(self, state: MachineState) -> Event:
+    def _prove_old(self, state: MachineState) -> SwitchEvent:
         wrong = self._unproved()
         if wrong:
             return _failed("proof-failed", wrong)
         self.core.serve_in(_original_of(state))
         return _DONE
 
-    def _recompute(self, state: MachineState) -> Event:
+    def _recompute(self, state: MachineState) -> SwitchEvent:
         core = self.core
         core.engine.free()
         original = _original_of(state)
@@ -219,7 +219,7 @@ class Effects:
         core.serve_in(original)
         return _DONE
 
-    def _park(self, _state: MachineState) -> Event:
+    def _park(self, _state: MachineState) -> SwitchEvent:
         self.core.engine.free()
         self.parked_at = self._park_to(self.transfer.latest)
         return _DONE
@@ -237,7 +237,7 @@ class Effects:
         self.transfer.drop()
 
 
-_DONE = Event(EventKind.DONE)
+_DONE = SwitchEvent(EventKind.DONE)
 _CANCELLABLE = frozenset(
     {
         Command.CHECK,
@@ -263,8 +263,8 @@ _SHIELDED = frozenset(
 )
 
 
-def _failed(code: str, text: str) -> Event:
-    return Event(EventKind.FAILED, reasons=(Reason(code, text),))
+def _failed(code: str, text: str) -> SwitchEvent:
+    return SwitchEvent(EventKind.FAILED, reasons=(Reason(code, text),))
 
 
 def _requested(state: MachineState) -> Placement:
@@ -279,6 +279,3 @@ def _original_of(state: MachineState) -> Placement:
         msg = "a switch has an original placement"
         raise AssertionError(msg)
     return state.original
-
-
-__all__ = ["Effects", "Options"]

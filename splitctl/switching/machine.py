@@ -21,38 +21,13 @@ from dataclasses import dataclass, replace
 from enum import Enum, unique
 from typing import TYPE_CHECKING
 
-from splitctl.outcome import Reason, SwitchStatus, Via
+from splitctl.errors import Reason
+from splitctl.outcome import Stage, SwitchStatus, Via
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from splitctl.placement import Placement
-
-
-class Stage(Enum):
-    """Where a session is."""
-
-    SERVING = "serving"
-    QUIESCING = "quiescing"
-    CHECKING = "checking"
-    SAVING = "saving"
-    SEALING = "sealing"
-    FREEING = "freeing"
-    PLACING = "placing"
-    BUILDING = "building"
-    RESTORING = "restoring"
-    SWITCHING_NATIVELY = "switching_natively"
-    PROVING = "proving"
-    TRIAL = "trial"
-    RELEASING = "releasing"
-    PLACING_OLD = "placing_old"
-    BUILDING_OLD = "building_old"
-    RESTORING_OLD = "restoring_old"
-    PROVING_OLD = "proving_old"
-    RECOMPUTING = "recomputing"
-    PARKING = "parking"
-    PARKED = "parked"
-    CLOSED = "closed"
 
 
 RESTING = frozenset({Stage.SERVING, Stage.TRIAL, Stage.PARKED, Stage.CLOSED})
@@ -114,7 +89,7 @@ HOUSEKEEPING = frozenset({Command.ENTER_TRIAL, Command.SERVE, Command.REPORT, Co
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SwitchTarget:
     """What a switch is asked for.
 
     Args:
@@ -132,7 +107,7 @@ _TELLS_WHY = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class SwitchEvent:
     """Something that happened.
 
     Args:
@@ -147,7 +122,7 @@ class Event:
     """
 
     kind: EventKind
-    request: Request | None = None
+    request: SwitchTarget | None = None
     reasons: tuple[Reason, ...] = ()
     placement: Placement | None = None
 
@@ -359,7 +334,7 @@ def serving(placement: Placement) -> MachineState:
     return MachineState(Stage.SERVING, effective=placement)
 
 
-def step(state: MachineState, event: Event) -> tuple[MachineState, tuple[Command, ...]]:
+def step(state: MachineState, event: SwitchEvent) -> tuple[MachineState, tuple[Command, ...]]:
     """Take one event.
 
     Args:
@@ -413,7 +388,7 @@ def _at_rest(state: MachineState) -> MachineState:
     return state
 
 
-def _begin(state: MachineState, request: Request) -> MachineState:
+def _begin(state: MachineState, request: SwitchTarget) -> MachineState:
     """Open the books of a new switch."""
     return MachineState(
         Stage.QUIESCING,
@@ -426,7 +401,7 @@ def _begin(state: MachineState, request: Request) -> MachineState:
     )
 
 
-def _note(state: MachineState, event: Event) -> MachineState:
+def _note(state: MachineState, event: SwitchEvent) -> MachineState:
     """Write down what went wrong, the first cause first; a later cancel does not turn a failure into a cancel."""
     is_cancel = event.kind is EventKind.CANCELLED
     reasons = (_CANCELLED,) if is_cancel else event.reasons
@@ -444,7 +419,7 @@ def _note(state: MachineState, event: Event) -> MachineState:
     )
 
 
-def _effective(state: MachineState, stage: Stage, event: Event) -> Placement | None:
+def _effective(state: MachineState, stage: Stage, event: SwitchEvent) -> Placement | None:
     """Say where the session serves once it is in the stage; law 4."""
     if stage in UNTOUCHED:
         return state.effective

@@ -32,6 +32,3 @@ def device_peaks(library: Library, placement: Placement) -> tuple[DevicePeak, ..
         )
         for index, name in enumerate(names)
     )
-
-
-__all__ = ["device_peaks"]

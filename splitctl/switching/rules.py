@@ -1,4 +1,4 @@
-"""Whether a placement can be asked of a model, a build and a session: decided before anything is freed.
+"""Whether a placement can be asked of a model, a build and a session: decided before anything is freed. Pure.
 
 Laws:
     1. Pure: the same facts give the same findings; nothing is read, asked or tried here.
@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from splitctl.facts import ModelFacts
-from splitctl.outcome import DOES_NOT_FIT, Reason
+from splitctl.errors import Reason
+from splitctl.model.facts import ModelFacts
+from splitctl.model.slices import effective_split
+from splitctl.outcome import DOES_NOT_FIT
 from splitctl.placement import FlashAttn, Placement, SplitMode
 from splitctl.probing.verdicts import ProbeVerdict, Verdict
-from splitctl.slices import effective_split
 from splitctl.switching import tables
-from splitctl.switching.circumstances import BuildFacts, Finding, HostFacts, SessionFacts
+from splitctl.switching.rule_inputs import BuildFacts, Finding, HostFacts, SessionFacts
 
 NEEDS_CONVERSION = "needs-conversion"
 """The code of findings that a conversion of the carry lifts."""

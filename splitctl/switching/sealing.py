@@ -10,12 +10,12 @@ from typing import Protocol
 import xxhash
 
 import statecodec
-from splitctl.arena import Arena
-from splitctl.core import Core
+from splitctl.carry.arena import Arena
+from splitctl.engine.live import LiveSession
 
 
 @dataclass(frozen=True, slots=True)
-class Sealed:
+class SealedState:
     """A saved state that has been parsed, checked against the session and checksummed.
 
     Args:
@@ -43,7 +43,7 @@ class SealWatch(Protocol):
     def unsealing(self, arena: Arena) -> None:
         """Hear that an arena is about to be overwritten."""
 
-    def sealed(self, sealed: Sealed, arena: Arena) -> None:
+    def sealed(self, sealed: SealedState, arena: Arena) -> None:
         """Hear that a state lies sealed in an arena; what this raises fails the sealing."""
 
 
@@ -69,7 +69,7 @@ class Digest:
         return self._digest or xxhash.xxh3_128_digest(self._view)
 
 
-def contradictions(core: Core, view: memoryview, wanted: Mapping[int, int]) -> tuple[str, int]:
+def contradictions(core: LiveSession, view: memoryview, wanted: Mapping[int, int]) -> tuple[str, int]:
     """Say in what bytes and books disagree.
 
     Args:
@@ -93,7 +93,7 @@ def contradictions(core: Core, view: memoryview, wanted: Mapping[int, int]) -> t
     return _missing_cells(image, wanted), version
 
 
-def _read(core: Core, view: memoryview) -> statecodec.StateImage:
+def _read(core: LiveSession, view: memoryview) -> statecodec.StateImage:
     """Read a state as the one before it was read; in every way that there is where it was the first, or is not so.
 
     Most of a full reading's time goes into ways that one model on one build never takes.
@@ -131,6 +131,3 @@ def _missing_cells(image: statecodec.StateImage, wanted: Mapping[int, int]) -> s
     cells = {seq_id: (span.n_cells, span.pos_min) for seq_id, span in first.sequences().items()}
     whole = {seq_id: (last + 1, 0) for seq_id, last in wanted.items()}
     return "" if cells == whole else f"the saved bytes hold (cells, first position) {cells}, the session counts {whole}"
-
-
-__all__ = ["Digest", "SealWatch", "Sealed", "contradictions"]

@@ -10,15 +10,16 @@ import dataclasses
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from splitctl.outcome import Reason, StageTimes, SwitchOutcome, SwitchStatus
+from splitctl.errors import Reason
+from splitctl.outcome import Stage, StageTimes, SwitchOutcome, SwitchStatus
 from splitctl.switching import machine
-from splitctl.switching.machine import Command, Event, EventKind, Request, Stage
+from splitctl.switching.machine import Command, EventKind, SwitchEvent, SwitchTarget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from splitctl.placement import Placement
-    from splitctl.switching.effects import Effects, Options
+    from splitctl.switching.effects import Effects, SwitchOptions
 
 _TIMED = {
     Stage.QUIESCING: "quiescing",
@@ -55,7 +56,7 @@ class Switcher:
         """Whether the next decode is the trial of a switch."""
         return self.state.stage is Stage.TRIAL
 
-    def run(self, request: Request, options: Options) -> SwitchOutcome:
+    def run(self, request: SwitchTarget, options: SwitchOptions) -> SwitchOutcome:
         """Carry out a switch to its end, whichever it is.
 
         Args:
@@ -69,7 +70,7 @@ class Switcher:
         self._ms, self._fallback_ms, self._counts = {}, None, (None, 0, 0)
         started = self._clock()
         try:
-            self._drive(Event(EventKind.STARTED, request=request))
+            self._drive(SwitchEvent(EventKind.STARTED, request=request))
         finally:
             self.last = self._outcome((self._clock() - started) * 1e3 + options.waited_ms)
         return self.last
@@ -87,7 +88,7 @@ class Switcher:
 
     def trial_succeeded(self) -> None:
         """Confirm the switch: its first decode has succeeded; the kept carry is dropped."""
-        self._drive(Event(EventKind.DONE))
+        self._drive(SwitchEvent(EventKind.DONE))
         if self.last is not None and self.last.status is SwitchStatus.SWITCHED:
             self.last = dataclasses.replace(self.last, confirmed=True)
 
@@ -99,7 +100,7 @@ class Switcher:
         """
         before = self.last
         started = self._clock()
-        self._drive(Event(EventKind.FAILED, reasons=(reason,)))
+        self._drive(SwitchEvent(EventKind.FAILED, reasons=(reason,)))
         spent = (self._clock() - started) * 1e3
         self._fallback_ms = spent
         self.last = self._outcome((before.total_ms if before else 0.0) + spent)
@@ -108,13 +109,13 @@ class Switcher:
     def close(self) -> None:
         """Free everything; only while nothing is under way."""
         if EventKind.CLOSED in machine.TABLE[self.state.stage]:
-            self._drive(Event(EventKind.CLOSED))
+            self._drive(SwitchEvent(EventKind.CLOSED))
         self.effects.core.engine.free()
 
-    def _drive(self, event: Event) -> None:
+    def _drive(self, event: SwitchEvent) -> None:
         """Take events until the machine rests; what a callback or a signal raised meanwhile is raised then."""
         self._interrupted = None
-        pending: Event | None = event
+        pending: SwitchEvent | None = event
         while pending is not None:
             self.state, commands = machine.step(self.state, pending)
             pending = None
@@ -125,7 +126,7 @@ class Switcher:
         if self._interrupted is not None:
             raise self._interrupted
 
-    def _perform(self, command: Command) -> Event | None:
+    def _perform(self, command: Command) -> SwitchEvent | None:
         stage = self.state.stage
         started = self._clock()
         if command in machine.HOUSEKEEPING:
@@ -149,14 +150,16 @@ class Switcher:
             self._counts = (len(kept.view), kept.n_sequences, kept.n_tokens)
         return result
 
-    def _interruption(self, stage: Stage, error: BaseException) -> Event:
+    def _interruption(self, stage: Stage, error: BaseException) -> SwitchEvent:
         """Turn what was raised into the way back: a session is never left between two placements."""
         self._interrupted = self._interrupted or error
         self.effects.options = dataclasses.replace(self.effects.options, progress=lambda _stage, _share: None)
         if isinstance(error, KeyboardInterrupt) and stage in _TIMED:
-            return Event(EventKind.CANCELLED)
+            return SwitchEvent(EventKind.CANCELLED)
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        return Event(EventKind.FAILED, reasons=(Reason("interrupted", f"interrupted while {stage.value}: {text}"),))
+        return SwitchEvent(
+            EventKind.FAILED, reasons=(Reason("interrupted", f"interrupted while {stage.value}: {text}"),)
+        )
 
     def _outcome(self, total_ms: float) -> SwitchOutcome:
         state = self.state
@@ -187,6 +190,3 @@ class Switcher:
             via=state.via,
             peak_device_bytes=self.effects.peaks if went_well else (),
         )
-
-
-__all__ = ["Switcher"]

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from enum import Enum
 
-from splitctl.core import Core
-from splitctl.engine import resolve_threads
+from splitctl.engine.engine import resolve_threads
+from splitctl.engine.live import LiveSession
 from splitctl.outcome import Via
 from splitctl.placement import FlashAttn, Placement
-
-
-class Proof(Enum):
-    """How a restored state is proved before the session serves from it."""
-
-    BYTES = "bytes"
-    POSITIONS = "positions"
-    OFF = "off"
 
 
 def complete(target: Placement, now: Placement) -> Placement:
@@ -37,7 +28,7 @@ def complete(target: Placement, now: Placement) -> Placement:
     )
 
 
-def choose_via(target: Placement, core: Core) -> Via:
+def choose_via(target: Placement, core: LiveSession) -> Via:
     """Choose who does the work.
 
     Args:
@@ -52,6 +43,3 @@ def choose_via(target: Placement, core: Core) -> Via:
         return Via.COMPOSED
     changed = set(core.placement.differs(target))
     return Via.NATIVE if changed and changed <= {"mode", "tensor_split"} else Via.COMPOSED
-
-
-__all__ = ["Proof", "choose_via", "complete"]

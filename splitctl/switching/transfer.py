@@ -19,33 +19,32 @@ import xxhash
 
 import statecodec
 from llama_native import CallFailed, NativeError, state_get, state_set, state_size
-from splitctl.errors import CannotConvert, CarryDamaged, Refused, SplitctlError, StateUnsound
-from splitctl.outcome import Reason
+from splitctl.errors import CannotConvert, CarryDamaged, Reason, Refused, SplitctlError, StateUnsound
 from splitctl.switching import conversion
-from splitctl.switching.sealing import Digest, Sealed, SealWatch, contradictions
+from splitctl.switching.sealing import Digest, SealedState, SealWatch, contradictions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from splitctl.arena import Arena
-    from splitctl.core import Core
+    from splitctl.carry.arena import Arena
+    from splitctl.engine.live import LiveSession
+    from splitctl.engine.slot import Slot
     from splitctl.placement import Placement
-    from splitctl.slot import Slot
 
 
 class Transfer:
     """The state of one session on its way. Thread: the session's turn guards it."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: LiveSession) -> None:
         """Work on ``core``."""
         self.core = core
-        self.kept: Sealed | None = None
+        self.kept: SealedState | None = None
         self.conversions: tuple[str, ...] = ()
         self.watch: SealWatch | None = None
         self.told: Arena | None = None
         """Which arena holds the newest state that the watch was told of."""
         self._saved: tuple[memoryview, Mapping[int, tuple[int, int]]] | None = None
-        self._fresh: Sealed | None = None
+        self._fresh: SealedState | None = None
         self._plan: conversion.Plan | None = None
         self._converted: memoryview | None = None
 
@@ -153,19 +152,19 @@ class Transfer:
         self.enter_trial()
 
     @property
-    def latest(self) -> Sealed | None:
+    def latest(self) -> SealedState | None:
         """The sealed state that is the best there is; None where there is none."""
         return self.kept or self._fresh
 
     @property
-    def original(self) -> Sealed:
+    def original(self) -> SealedState:
         """The sealed original; there is one until the trial ends."""
         if self.kept is None:
             msg = "a sealed original is kept until the trial ends"
             raise AssertionError(msg)
         return self.kept
 
-    def snapshot(self) -> Sealed:
+    def snapshot(self) -> SealedState:
         """Save and seal outside of a switch; valid until the next save, switch or proof.
 
         Raises:
@@ -187,7 +186,7 @@ class Transfer:
         """Say how many bytes a state would take now; None for a model without a memory."""
         return state_size(self.core.engine.live) if self.core.has_memory else None
 
-    def tell(self, sealed: Sealed) -> None:
+    def tell(self, sealed: SealedState) -> None:
         """Tell who watches that a state lies sealed where it is."""
         if self.watch is not None and self.core.has_memory:
             arena = self.core.arena if self.core.arena.holds(sealed.view) else self.core.spare
@@ -277,7 +276,7 @@ class Transfer:
             raise StateUnsound(f"the library announced {n_bytes} bytes of state and wrote {written}")
         return view, positions
 
-    def _sealed(self, view: memoryview, positions: Mapping[int, tuple[int, int]]) -> Sealed:
+    def _sealed(self, view: memoryview, positions: Mapping[int, tuple[int, int]]) -> SealedState:
         """Parse the bytes, hold them against the session's books and checksum them meanwhile."""
         core = self.core
         used = core.used()
@@ -286,7 +285,7 @@ class Transfer:
             version = self._agreed(view, positions) if core.has_memory else 0
         finally:
             checksum = digest.result()
-        return Sealed(
+        return SealedState(
             view=view,
             digest=checksum,
             positions=positions,
@@ -337,7 +336,7 @@ class Transfer:
         arena.reserve(n_bytes)
         return arena.view(n_bytes)
 
-    def _other_arena(self, sealed: Sealed) -> Arena:
+    def _other_arena(self, sealed: SealedState) -> Arena:
         core = self.core
         return core.spare if core.arena.holds(sealed.view) else core.arena
 
@@ -351,6 +350,3 @@ def _refusal(error: Exception) -> SplitctlError:
     if isinstance(error, statecodec.NotRepresentable):
         return CannotConvert(str(error))
     return Refused((Reason("restore-refused", str(error)),))
-
-
-__all__ = ["Transfer"]

@@ -137,6 +137,3 @@ def _ask(port: int, method: str, path: str, body: Any = None) -> Any:
     if isinstance(answer, dict) and "error" in answer and "stacktrace" in answer:
         raise AssertionError(f"{path}: {answer['error']}: {answer['message']}")
     return answer
-
-
-__all__ = ["Browser", "browser", "needs_browser"]

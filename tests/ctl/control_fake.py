@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from splitctl.control.requests import GenerateRequest
+from splitctl.control.server import ControlLimits, ControlServer
+from splitctl.control.sockets import Address, claim, prepared
 from splitctl.errors import Busy
-from splitctl.host.control import ControlServer, Limits
-from splitctl.host.requests import GenerateRequest
-from splitctl.host.runtime import Address, claim, prepared
 from splitctl.host.streams import Begun, Delta, Done, Why
 
 
@@ -142,7 +142,7 @@ class Served:
 
 
 @contextmanager
-def served(limits: Limits | None = None, name: str = "fake") -> Iterator[Served]:
+def served(limits: ControlLimits | None = None, name: str = "fake") -> Iterator[Served]:
     """Serve a fake host in a thread, until the block ends."""
     ready = threading.Event()
     made: list[Served] = []
@@ -157,7 +157,7 @@ def served(limits: Limits | None = None, name: str = "fake") -> Iterator[Served]
                 return {"saved": None}
 
             with claim(prepared(Path(folder) / "run" / "splitctl"), name) as held:
-                server = ControlServer(host, stop=stop, tell=host.lines.append, limits=limits or Limits())
+                server = ControlServer(host, stop=stop, tell=host.lines.append, limits=limits or ControlLimits())
                 await server.start(held.listen())
 
                 def call(function: Callable[[], Any]) -> Any:

@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from splitctl.host.life import End, Listener
-from splitctl.host.orders import Drawn, Ended, Open, Opened, Order, Reading, Report, Start, Step
-from splitctl.host.protocol import HostRequest
-from splitctl.host.requests import GenerateRequest
+from splitctl.carry.sequence import SamplerSpec
+from splitctl.control.requests import GenerateRequest
+from splitctl.host.config import HostConfig
+from splitctl.host.link import End, Listener
 from splitctl.host.streams import Begun, Delta, Done, Stream, StreamEvent
-from splitctl.host.supervisor import HostConfig, Supervisor
+from splitctl.host.supervisor import Supervisor
+from splitctl.ipc.jobs import HostRequest
+from splitctl.ipc.orders import Drawn, Ended, Open, Opened, Order, Reading, Report, Start, Step
 from splitctl.placement import FlashAttn, Placement, SplitMode
-from splitctl.sequence import SamplerSpec
 
 GUARD_S = 60.0
 """How long anything may take before a test fails; no test measures it."""

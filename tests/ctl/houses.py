@@ -19,7 +19,7 @@ from unittest import mock
 import psutil
 
 from splitctl.cli.main import main
-from splitctl.host.runtime import Address
+from splitctl.control.sockets import Address
 from tests.stublib import build, write_model
 
 ROOT = Path(__file__).parents[2]
@@ -143,6 +143,3 @@ def stub_arguments(folder: Path) -> list[str | Path]:
     """What makes a host, or a run, use the stub."""
     model = write_model(folder / "tiny.gguf")
     return ["-m", model, "--lib", build(), "--device", "STUB0,STUB1", "-c", "1024", "-fa", "on", "-t", "1"]
-
-
-__all__ = ["GUARD_S", "ROOT", "Host", "House", "house", "served", "stub_arguments"]

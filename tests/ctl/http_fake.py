@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from splitctl.control.requests import GenerateRequest
 from splitctl.host.events import Hub
-from splitctl.host.requests import GenerateRequest
 from splitctl.host.streams import Done, Stream, Why
 from splitctl.http import HttpConfig, HttpServer
 from tests.ctl.web import Answer, asked
@@ -199,6 +199,3 @@ def site(config: HttpConfig | None = None) -> Iterator[Site]:
     finally:
         ends[0]()
         thread.join()
-
-
-__all__ = ["WAIT_S", "FakeSession", "Site", "rest", "site"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from splitctl.facts import ModelFacts
+from splitctl.model.facts import ModelFacts
 
 _PLAIN = ModelFacts(
     path=Path("model.gguf"),

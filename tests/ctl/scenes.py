@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from llama_native import CallFailed, Library
+from splitctl.carry.sequence import SamplerSpec
 from splitctl.errors import Parked
+from splitctl.outcome import Proof, Stage
 from splitctl.placement import FlashAttn, Placement, SplitMode
-from splitctl.sequence import SamplerSpec
-from splitctl.session import Proof, Session
-from splitctl.switching.machine import Stage
+from splitctl.session import Session
 from tests.stublib import Stub
 
 N_TOKENS = 5
@@ -179,6 +179,3 @@ def play_all(path: str, model: str, scenes: list[dict[str, Any]]) -> list[dict[s
 def names(calls: list[dict[str, Any]]) -> list[str]:
     """The names of calls, without what is only bookkeeping."""
     return [call["name"] for call in calls if call["name"] not in {"fault", "llama_sampler_init", "llama_log_set"}]
-
-
-__all__ = ["N_TOKENS", "PROMPTS", "Scene", "generate", "names", "play", "play_all", "spec", "start", "straight"]

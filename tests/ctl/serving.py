@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from splitctl.host import Event, Failure, HostRequest, Progress, Report, Result, Worker, orders
-from splitctl.host.wire import from_object, to_line
-from splitctl.keeping import Seal
+from splitctl.carry.seal import Seal
+from splitctl.carry.sequence import SamplerSpec
+from splitctl.ipc import orders
+from splitctl.ipc.jobs import Failure, HostRequest, JobEvent, Progress, Result, SessionReport
+from splitctl.ipc.process import WorkerProcess
+from splitctl.ipc.wire import from_object, to_line
 from splitctl.placement import FlashAttn, Placement, SplitMode
-from splitctl.sequence import SamplerSpec
 
 GUARD_S = 120.0
 """The longest silence before a test fails; no test measures it."""
@@ -40,10 +42,10 @@ class Arenas:
 class Desk:
     """A worker that serves, and all that it has told so far."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: WorkerProcess) -> None:
         self.worker = worker
         self.reports: list[Any] = []
-        self.last: Event | None = None
+        self.last: JobEvent | None = None
         self.stages: list[str] = []
         self._events = worker.events(deadline_s=GUARD_S)
 
@@ -55,7 +57,7 @@ class Desk:
     def next(self) -> Any:
         """Wait for the next report; None at the last event."""
         for event in self._events:
-            if isinstance(event, Report):
+            if isinstance(event, SessionReport):
                 report = from_object(event.body, orders.REPORTS)
                 self.reports.append(report)
                 return report
@@ -79,14 +81,14 @@ class Desk:
             self.until(orders.Step)
         return tokens
 
-    def end(self) -> Event:
+    def end(self) -> JobEvent:
         """Wait for the last event."""
         while self.next() is not None:
             pass
         assert self.last is not None
         return self.last
 
-    def close(self) -> Event:
+    def close(self) -> JobEvent:
         """Let the worker close, and wait for it."""
         self.send(orders.Close())
         return self.end()
@@ -123,7 +125,7 @@ def serving(
     held = arenas or Arenas()
     try:
         request = HostRequest(model, library, (), held.fds)
-        with Worker(request, env={**os.environ, **(env or {})}, pass_fds=held.fds) as worker:
+        with WorkerProcess(request, env={**os.environ, **(env or {})}, pass_fds=held.fds) as worker:
             desk = Desk(worker)
             desk.send(opening)
             yield desk
@@ -154,12 +156,12 @@ def sampler(seed: int = 1, **more: Any) -> SamplerSpec:
     return SamplerSpec(temp=0.9, top_k=20, repeat_penalty=1.3, repeat_last_n=8, seed=seed, **more)
 
 
-def book(start: orders.Start, desk: Desk) -> orders.Book:
+def book(start: orders.Start, desk: Desk) -> orders.SequenceSnapshot:
     """The book of a stream's sequence, as a supervisor keeps it."""
     drawn = desk.drawn(start.stream)
     n_draws = desk.last_drawn(start.stream).n_draws if drawn else 0
     tokens = (*start.tokens, *drawn)
-    return orders.Book(start.seq_id, tokens, is_pending=bool(drawn), sampler=start.sampler, n_draws=n_draws)
+    return orders.SequenceSnapshot(start.seq_id, tokens, is_pending=bool(drawn), sampler=start.sampler, n_draws=n_draws)
 
 
 def onward(start: orders.Start, desk: Desk) -> orders.Start:

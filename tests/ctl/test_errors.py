@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from splitctl import errors
-from splitctl.errors import SplitctlError
-from splitctl.fingerprint import Difference
-from splitctl.outcome import Reason
+from splitctl.errors import Difference, Reason, SplitctlError
 
 SAMPLES: list[tuple[SplitctlError, str]] = [
     (

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from splitctl.outcome import DevicePeak, Reason, StageTimes, SwitchOutcome, SwitchStatus, Via, to_plain
+from splitctl.errors import Reason
+from splitctl.outcome import DevicePeak, Stage, StageTimes, SwitchOutcome, SwitchStatus, Via, to_plain
 from splitctl.placement import Placement, SplitMode
-from splitctl.switching.machine import Stage
 
 LAYER = Placement(mode=SplitMode.LAYER, n_ctx=512)
 TENSOR = Placement(mode=SplitMode.TENSOR, tensor_split=(3.0, 1.0), devices=("CPU", "CPU"))

@@ -114,6 +114,3 @@ def events(raw: bytes) -> list[Any]:
     """Take a stream of server-sent events apart; ``[DONE]`` stays a text."""
     datas = [line[6:] for line in raw.decode().split("\n") if line.startswith("data: ")]
     return [one if one == "[DONE]" else json.loads(one) for one in datas]
-
-
-__all__ = ["Answer", "Web", "asked", "events", "free_port", "web"]

@@ -19,11 +19,11 @@ from typing import Any
 
 import psutil
 
-from splitctl.host.client import ask
-from splitctl.host.requests import CANCEL, MAX_REQUEST_BYTES, REQUESTS, GenerateRequest, StatusRequest
-from splitctl.host.runtime import Address
-from splitctl.host.wire import MessageInvalid, from_line
-from splitctl.sequence import SamplerSpec
+from splitctl.carry.sequence import SamplerSpec
+from splitctl.control.client import ask
+from splitctl.control.requests import CANCEL, MAX_REQUEST_BYTES, REQUESTS, GenerateRequest, StatusRequest
+from splitctl.control.sockets import Address
+from splitctl.ipc.wire import MessageInvalid, from_line
 
 _GUARD_S = 120.0
 _N_CLIENTS = 4
@@ -257,6 +257,3 @@ def _tokens(address: Address) -> list[int]:
     request = GenerateRequest(prompt="the quick brown fox", n_predict=8, sampler=SamplerSpec(temp=0.0))
     ask(address, request, on_event=told.append)
     return [one["token"] for one in told if one["kind"] == "delta" and one["token"] is not None]
-
-
-__all__ = ["GROWTH_BYTES", "Finding", "Tally", "case", "fuzz", "is_bad", "send"]

@@ -164,18 +164,3 @@ def _edit(data: bytearray, step: bytes, sound: Sequence[bytes]) -> None:
 def slug(name: str) -> str:
     """An outcome as the name of a file."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:80]
-
-
-__all__ = [
-    "CORPUS",
-    "MEMORY_BYTES",
-    "TIME_S",
-    "Finding",
-    "Outcome",
-    "check",
-    "checked_in_bounds",
-    "damaged",
-    "played",
-    "seeds",
-    "slug",
-]

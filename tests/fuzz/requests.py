@@ -231,6 +231,3 @@ _TYPES = (
     "\t",
     "application/json; charset=utf-16",
 )
-
-
-__all__ = ["SOUND", "Sent", "request"]

@@ -1,4 +1,4 @@
-"""Tests on one real build: run by tests/ctl/test_real_builds.py in a child for each (one library a process).
+"""Tests on one real build, run by tests/ctl/real_library/test_real_builds.py in a child for each build.
 
 By hand: SPLITCTL_TEST_LIBRARY=/path/to/libllama.so python -m pytest tests/real
 With SPLITCTL_TEST_RPC=HOST:PORT,HOST:PORT (tools/rpc_server.py) the devices are those of the servers; else one
@@ -15,8 +15,8 @@ import pytest
 
 from llama_native import Library
 from splitctl import FlashAttn, Placement, SamplerSpec, Session, SplitMode
-from splitctl.facts import read_facts
-from splitctl.host.probes import Prober
+from splitctl.ipc.probes import Prober
+from splitctl.model.facts import read_facts
 from splitctl.probing import VerdictCache
 
 RPC = tuple(filter(None, os.environ.get("SPLITCTL_TEST_RPC", "").split(",")))

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_out import write_gguf
 
 from llama_native.user_model import MetaKind, MetaValue, TensorSlot
 from splitctl import (
@@ -21,6 +20,7 @@ from splitctl import (
     SwitchStatus,
 )
 from tests.real.conftest import PROMPT, Opener, base
+from tools.gguf_out import write_gguf
 
 N_EMBD = 576
 RANK = 2

@@ -6,16 +6,16 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import make_dummies
 import numpy as np
 import pytest
 
 import statecodec
 from llama_native import Library
 from splitctl import Placement, SamplerSpec, Session, SplitMode, SwitchStatus
-from splitctl import carry as carries
+from splitctl.carry import file as carries
 from splitctl.errors import CarryDamaged, CarryMismatch
 from tests.real.conftest import base
+from tools import make_dummies
 
 GREEDY = SamplerSpec(temp=0.0)
 PROMPT = [5, 9, 2, 7, 11, 3, 8, 1, 6, 4, 10, 12]

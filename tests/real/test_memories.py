@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from make_dummies import default_folder, make_many
 
 from llama_native import CallFailed, Library
 from splitctl import ConfigInvalid, SamplerSpec, Session, SplitMode, SwitchStatus
-from splitctl.facts import read_facts
-from splitctl.host.probes import Prober
+from splitctl.ipc.probes import Prober
+from splitctl.model.facts import read_facts
 from tests.real.conftest import RPC, base
+from tools.make_dummies import default_folder, make_many
 
 GREEDY = SamplerSpec(temp=0.0)
 #: More than two micro-batches of 64, and than the sliding windows of the recipes.

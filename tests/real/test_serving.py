@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from make_dummies import default_folder, make_many
 
 from llama_native import Library
 from splitctl import SamplerSpec, Session, SplitMode
 from splitctl.errors import WorkerLost
-from splitctl.host import orders
-from splitctl.host.orders import Ended, Open, Reading, Sealed, Start, Switch, Tokenize
+from splitctl.ipc import orders
+from splitctl.ipc.orders import Ended, Open, Reading, Sealed, Start, Switch, Tokenize
 from splitctl.placement import Placement
 from tests.ctl.serving import Arenas, Desk, book, onward, placement, serving
 from tests.real.conftest import DEVICES, PROMPT, RPC, SEEDED
+from tools.make_dummies import default_folder, make_many
 
 pytestmark = pytest.mark.skipif(bool(RPC), reason="an RPC server serves one client at a time, and this is a second one")
 

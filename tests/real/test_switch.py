@@ -21,9 +21,9 @@ from splitctl import (
     Stage,
     SwitchOutcome,
     SwitchStatus,
-    carry,
 )
-from splitctl.host.probes import Prober
+from splitctl.carry import file as carries
+from splitctl.ipc.probes import Prober
 from tests.real.conftest import PROMPT, SEEDED, Opener, base
 
 GREEDY = SamplerSpec(temp=0.0)
@@ -97,7 +97,7 @@ def test_a_round_trip_leaves_every_byte_as_it_was(open_session: Opener, other_mo
     back = session.switch(session.placement.changed(mode=SplitMode.LAYER))
     assert back.status is SwitchStatus.SWITCHED
     session.save(tmp_path / "after")
-    before, after = carry.read(tmp_path / "before"), carry.read(tmp_path / "after")
+    before, after = carries.read(tmp_path / "before"), carries.read(tmp_path / "after")
     assert bytes(before.carry.state) == bytes(after.carry.state)
     one, two = before.carry.sequences[0], after.carry.sequences[0]
     assert one.tokens.tolist() == two.tokens.tolist()

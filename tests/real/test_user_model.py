@@ -6,10 +6,10 @@ import dataclasses
 import math
 
 import pytest
-from make_dummies import recipes, to_metadata
 
 from llama_native import CallFailed, Library, Reentered
 from llama_native.user_model import MetaKind, MetaValue, TensorSlot, create_tensors
+from tools.make_dummies import recipes, to_metadata
 
 F32 = 0
 

@@ -1,0 +1,333 @@
+"""The carry: everything of a session that travels to another placement, process or day, with the seal that proves it.
+
+Laws:
+    1. A carry that contradicts itself is never sealed, and a file that is not exactly what was sealed is never read.
+    2. The state is never copied: it is hashed and written where it lies, and read into memory once.
+
+On disk it is one safetensors file: tensors ``state`` (uint8) and ``seq.<id>.tokens|logits|output_ids|accepted|
+encoder_tokens``; its metadata holds the rest as JSON texts, the checksum of every tensor, and a checksum of all that.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from splitctl.carry.sequence import SequenceCarry
+from splitctl.carry.tensorfile import PackedTensors, TensorFile, pack_tensors, view_of, write_tensors
+from splitctl.carry.text import SequenceWords, Words, dump, from_texts, to_texts
+from splitctl.errors import CarryDamaged, CarryMismatch, CarryNotWritten
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from splitctl.carry.fingerprint import Adapter, Fingerprint
+    from splitctl.carry.tensorfile import TensorSlot
+    from splitctl.errors import Difference
+    from splitctl.placement import Placement
+
+FORMAT = "splitctl-carry"
+"""What ``format`` says in the metadata of a carry."""
+
+VERSION = "1"
+"""What ``version`` says; a reader reads exactly its own."""
+
+_STATE = "state"
+_ABOUT = "about"
+_ROWS = ("tokens", "logits", "output_ids", "accepted", "encoder_tokens")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Carry:
+    """Everything that travels.
+
+    Args:
+        state: the library's bytes for all sequences, flat; empty for a model without a memory.
+        sequences: what else belongs to each sequence.
+        adapters: adapters that the session loaded from files, in the order they are applied.
+        placement: where it was made.
+        fingerprint: what it belongs to.
+
+    Lifetime: state and arrays are borrowed as given; who mutates them breaks the seal.
+    """
+
+    state: memoryview
+    sequences: tuple[SequenceCarry, ...]
+    adapters: tuple[Adapter, ...]
+    placement: Placement
+    fingerprint: Fingerprint
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens over all sequences."""
+        return sum(one.tokens.size for one in self.sequences)
+
+    def problems(self) -> tuple[str, ...]:
+        """Say what contradicts itself.
+
+        Returns:
+            One phrase a contradiction; empty when the carry is sound.
+        """
+        found = [f"sequence {one.seq_id}: {text}" for one in self.sequences for text in one.problems()]
+        if found:
+            return tuple(found)
+        ids = [one.seq_id for one in self.sequences]
+        n_seq_max, n_vocab = self.fingerprint.representation.n_seq_max, self.fingerprint.identity.n_vocab
+        if len(set(ids)) != len(ids):
+            found.append("a sequence id comes twice")
+        if any(seq_id >= n_seq_max for seq_id in ids):
+            found.append(f"sequence {max(ids)} in a context of {n_seq_max}")
+        if self.state.ndim != 1 or self.state.itemsize != 1 or not self.state.c_contiguous:
+            found.append(f"the state is a view of format {self.state.format!r}, wanted a flat row of bytes")
+        found += [f"an adapter has the scale of {one.scale}" for one in self.adapters if not math.isfinite(one.scale)]
+        if tuple((one.xxh3_128, one.scale) for one in self.adapters) != self.fingerprint.identity.adapters:
+            found.append("the adapters are not those of the fingerprint")
+        for one in self.sequences:
+            if one.logits.size and one.logits.shape[1] != n_vocab:
+                found.append(f"sequence {one.seq_id}: rows of {one.logits.shape[1]} logits, vocabulary of {n_vocab}")
+            if any(row.size and row.max() >= n_vocab for row in (one.tokens, one.accepted, one.encoder_tokens)):
+                found.append(f"sequence {one.seq_id}: a token is not in the vocabulary of {n_vocab}")
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SealedCarry:
+    """A carry with its checksums.
+
+    Args:
+        carry: the carry.
+        checksums: tensor name -> xxh3-128, 32 hex digits; ``about`` covers everything that is not a tensor's bytes.
+    """
+
+    carry: Carry
+    checksums: Mapping[str, str]
+
+
+def seal(carry: Carry) -> SealedCarry:
+    """Check a carry against itself and take its checksums; one pass over the state, no copy.
+
+    Args:
+        carry: the carry; must not change from here on.
+
+    Returns:
+        The sealed carry.
+
+    Raises:
+        CarryDamaged: it contradicts itself.
+    """
+    if problems := carry.problems():
+        raise CarryDamaged(None, "; ".join(problems))
+    return SealedCarry(carry, _checksums(_words(carry), _tensors(carry)))
+
+
+def verify(sealed: SealedCarry, path: Path | None = None) -> None:
+    """Check that a sealed carry is still what was sealed, every byte of it.
+
+    Args:
+        sealed: the sealed carry.
+        path: the file it came from, for the message.
+
+    Raises:
+        CarryDamaged: something differs; it says what.
+    """
+    if problems := sealed.carry.problems():
+        raise CarryDamaged(path, "; ".join(problems))
+    _refuse_changed(path, _checksums(_words(sealed.carry), _tensors(sealed.carry)), sealed.checksums)
+
+
+def check(path: Path, words: Words, tensors: Mapping[str, NDArray[Any]], checksums: Mapping[str, str]) -> None:
+    """Check that a carry which lies open, tensor by tensor, is what was sealed.
+
+    Args:
+        path: where, for the message.
+        words: everything of it that is no tensor.
+        tensors: name -> array, borrowed.
+        checksums: what it was sealed with.
+
+    Raises:
+        CarryDamaged: something differs, is missing or too much; it says what.
+    """
+    _refuse_other_tensors(path, tensors, words)
+    _refuse_changed(path, _checksums(words, tensors), checksums)
+
+
+def _refuse_changed(path: Path | None, now: Mapping[str, str], then: Mapping[str, str]) -> None:
+    if changed := sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name)):
+        raise CarryDamaged(path, f"what it was sealed with is not the checksum of: {', '.join(changed)[:200]}")
+
+
+def check_fits(carry: Carry, session: Fingerprint) -> tuple[Difference, ...]:
+    """Check that a carry belongs to a session's model and adapters.
+
+    Args:
+        carry: the carry.
+        session: the fingerprint that the session would give its own carry.
+
+    Returns:
+        Differences of representation, which the caller converts or refuses by name.
+
+    Raises:
+        CarryMismatch: the identities differ: another model, vocabulary, rope setting, adapter or scale.
+    """
+    identity, representation = carry.fingerprint.differences(session)
+    if identity:
+        raise CarryMismatch(identity)
+    return representation
+
+
+def write(path: Path, sealed: SealedCarry) -> None:
+    """Put a sealed carry on disk, whole or not at all; a file that is there already is replaced.
+
+    Args:
+        path: where; a link is not followed.
+        sealed: the sealed carry; verified before anything is written.
+
+    Raises:
+        CarryDamaged: it is not what was sealed.
+        CarryNotWritten: the disk or the path does not allow it.
+    """
+    verify(sealed)
+    try:
+        write_tensors(path, _tensors(sealed.carry), _metadata(sealed))
+    except OSError as error:
+        raise CarryNotWritten(path, error.strerror or str(error)) from error
+    except ValueError as error:
+        raise CarryNotWritten(path, str(error)) from error
+
+
+def read(path: Path) -> SealedCarry:
+    """Read a carry and verify every byte of it.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The sealed carry, in memory of its own; its state is read-only.
+
+    Raises:
+        CarryDamaged: missing, cut short, damaged, or not a carry; it says what was found.
+    """
+    with TensorFile(path) as file:
+        return _read(path, file)
+
+
+def to_bytes(sealed: SealedCarry) -> bytes:
+    """Give a sealed carry as the bytes of its file.
+
+    Args:
+        sealed: the sealed carry; copied, so one with a large state is better written.
+
+    Returns:
+        What :func:`from_bytes` reads.
+
+    Raises:
+        ValueError: its description is larger than a reader accepts.
+    """
+    return pack_tensors(_tensors(sealed.carry), _metadata(sealed))
+
+
+def from_bytes(packed: bytes) -> SealedCarry:
+    """Read a carry from the bytes of its file and verify every byte of it.
+
+    Args:
+        packed: the bytes.
+
+    Returns:
+        The sealed carry, in memory of its own.
+
+    Raises:
+        CarryDamaged: they are not a carry, or damaged; it says what was found.
+    """
+    return _read(None, PackedTensors(packed))
+
+
+def _read(path: Path | None, file: TensorFile | PackedTensors) -> SealedCarry:
+    _refuse_foreign(path, file)
+    try:
+        words, checksums = from_texts(file.metadata), checksum_texts(file.metadata)
+    except (ValueError, RecursionError) as error:
+        raise CarryDamaged(path, f"its description is wrong: {error}") from error
+    _refuse_other_tensors(path, file.slots, words)
+    arrays = {name: file.read(name) for name in file.slots}
+    sequences = tuple(
+        SequenceCarry(
+            seq_id=one.seq_id,
+            n_past=one.n_past,
+            n_draws=one.n_draws,
+            sampler=one.sampler,
+            **{row: arrays[_row_name(one.seq_id, row)] for row in _ROWS},
+        )
+        for one in words.sequences
+    )
+    carry = Carry(arrays[_STATE].data.toreadonly(), sequences, words.adapters, words.placement, words.fingerprint)
+    sealed = SealedCarry(carry, checksums)
+    verify(sealed, path)
+    return sealed
+
+
+def _metadata(sealed: SealedCarry) -> dict[str, str]:
+    texts = to_texts(_words(sealed.carry))
+    return {"format": FORMAT, "version": VERSION, **texts, "checksums": dump(dict(sealed.checksums))}
+
+
+def _words(carry: Carry) -> Words:
+    sequences = tuple(SequenceWords(one.seq_id, one.n_past, one.n_draws, one.sampler) for one in carry.sequences)
+    return Words(carry.fingerprint, carry.placement, carry.adapters, sequences)
+
+
+def _row_name(seq_id: int, row: str) -> str:
+    return f"seq.{seq_id}.{row}"
+
+
+def _tensors(carry: Carry) -> dict[str, NDArray[Any]]:
+    tensors: dict[str, NDArray[Any]] = {_STATE: np.frombuffer(carry.state, np.uint8)}
+    for one in carry.sequences:
+        tensors |= {_row_name(one.seq_id, row): getattr(one, row) for row in _ROWS}
+    return tensors
+
+
+def _checksums(words: Words, tensors: Mapping[str, NDArray[Any]]) -> dict[str, str]:
+    """Take the checksum of every tensor, and of everything else."""
+    checksums = {name: xxhash.xxh3_128_hexdigest(view_of(array)) for name, array in tensors.items()}
+    table = {name: [str(array.dtype), list(array.shape)] for name, array in tensors.items()}
+    checksums[_ABOUT] = xxhash.xxh3_128_hexdigest(dump([to_texts(words), table]).encode())
+    return checksums
+
+
+def checksum_texts(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Read the checksums of a carry's metadata.
+
+    Raises:
+        ValueError: there are none.
+    """
+    checksums = json.loads(metadata.get("checksums", "null"))
+    if not isinstance(checksums, dict) or not all(isinstance(one, str) for one in checksums.values()):
+        text = "it has no checksums"
+        raise ValueError(text)
+    return checksums
+
+
+def _refuse_foreign(path: Path | None, file: TensorFile | PackedTensors) -> None:
+    if file.metadata.get("format") != FORMAT:
+        found = f"format {file.metadata.get('format', 'not said')!r:.40} with {len(file.slots)} tensors"
+        raise CarryDamaged(path, f"it is a safetensors file of another kind ({found})")
+    if file.metadata.get("version") != VERSION:
+        raise CarryDamaged(path, f"it is version {file.metadata.get('version')!r:.40}, this splitctl reads {VERSION!r}")
+
+
+def _refuse_other_tensors(path: Path | None, slots: Mapping[str, TensorSlot | NDArray[Any]], words: Words) -> None:
+    wanted = {_STATE, *(_row_name(one.seq_id, row) for one in words.sequences for row in _ROWS)}
+    if others := sorted(slots.keys() ^ wanted):
+        raise CarryDamaged(path, f"missing from it, or not of its sequences: {', '.join(others)[:200]}")
+    if slots[_STATE].dtype != np.uint8 or len(slots[_STATE].shape) != 1:
+        raise CarryDamaged(
+            path, f"its state is {slots[_STATE].dtype}{list(slots[_STATE].shape)}, wanted a row of bytes"
+        )

@@ -1,0 +1,142 @@
+"""What a saved state belongs to: which model it is (identity) and how its bytes are laid out (representation)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from splitctl.errors import Difference
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from splitctl.model.facts import ModelFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter that the session loaded from a file.
+
+    Args:
+        path: where it was loaded from; not part of the identity, files move.
+        xxh3_128: checksum of the file, 32 hex digits.
+        scale: the scale it is applied at.
+    """
+
+    path: Path
+    xxh3_128: str
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which model computed the state; any difference refuses.
+
+    Args:
+        header_xxh3_128: checksum of the GGUF header (everything before the first tensor), 32 hex digits.
+        header_bytes: size of that header, bytes.
+        file_bytes: size of the whole file, bytes.
+        architecture: the library's name for it ("llama").
+        n_vocab: tokens in the vocabulary.
+        rope: the rope settings in force, name and value, sorted by name: the base and scale that a user can override.
+        adapters: checksum and scale of each adapter, in the order they are applied.
+    """
+
+    header_xxh3_128: str
+    header_bytes: int
+    file_bytes: int
+    architecture: str
+    n_vocab: int
+    rope: tuple[tuple[str, str], ...] = ()
+    adapters: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Representation:
+    """How the bytes are laid out; a difference converts, or is refused by name.
+
+    Args:
+        build: the library's build id.
+        type_k: type of the K cache ("f16").
+        type_v: type of the V cache.
+        v_trans: V is stored transposed (flash attention off).
+        n_stream: memory streams: 1 when unified, n_seq_max otherwise.
+        n_seq_max: sequences that the context can hold.
+        state_version: version word of the library's session files.
+    """
+
+    build: str
+    type_k: str
+    type_v: str
+    v_trans: bool
+    n_stream: int
+    n_seq_max: int
+    state_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Both halves.
+
+    Args:
+        identity: which model.
+        representation: how the bytes are laid out.
+    """
+
+    identity: Identity
+    representation: Representation
+
+    def differences(self, session: Fingerprint) -> tuple[tuple[Difference, ...], tuple[Difference, ...]]:
+        """Compare a carry's fingerprint (self) with a session's.
+
+        Args:
+            session: the fingerprint that the session would give its own carry.
+
+        Returns:
+            Differences of identity, then of representation; each in the order of the fields.
+        """
+        return _differences(self.identity, session.identity), _differences(self.representation, session.representation)
+
+
+def rope_settings(facts: ModelFacts) -> tuple[tuple[str, str], ...]:
+    """Return the header's scalar rope settings as a fingerprint has them: name and value as text, sorted by name."""
+    return tuple(
+        sorted((key.split(".rope.", 1)[1], str(value)) for key, value in facts.rope if not isinstance(value, tuple))
+    )
+
+
+def _differences(carried: Identity | Representation, wanted: Identity | Representation) -> tuple[Difference, ...]:
+    found: list[Difference] = []
+    for one in fields(carried):
+        was, now = getattr(carried, one.name), getattr(wanted, one.name)
+        if one.name == "rope":
+            found += _rope_differences(dict(was), dict(now))
+        elif one.name == "adapters":
+            found += _adapter_differences(was, now)
+        elif was != now:
+            found.append(Difference(one.name, str(was), str(now)))
+    return tuple(found)
+
+
+def _rope_differences(was: dict[str, str], now: dict[str, str]) -> list[Difference]:
+    return [
+        Difference(f"rope {name}", was.get(name, "unset"), now.get(name, "unset"))
+        for name in sorted(was.keys() | now.keys())
+        if was.get(name) != now.get(name)
+    ]
+
+
+def _adapter_differences(was: tuple[tuple[str, float], ...], now: tuple[tuple[str, float], ...]) -> list[Difference]:
+    found: list[Difference] = []
+    for at in range(max(len(was), len(now))):
+        old, new = _adapter_at(was, at), _adapter_at(now, at)
+        if old != new:
+            found.append(Difference(f"adapter {at}", old, new))
+    return found
+
+
+def _adapter_at(adapters: tuple[tuple[str, float], ...], at: int) -> str:
+    if at >= len(adapters):
+        return "none"
+    checksum, scale = adapters[at]
+    return f"{checksum} at scale {scale!r}"

@@ -1,0 +1,98 @@
+"""A sealed carry in an arena: put there whole, and taken out again by whoever holds the memory.
+
+Law: nothing of it is believed before its checksums have been held against it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from splitctl.carry import file as carries
+from splitctl.errors import CarryDamaged
+from splitctl.placement import Placement
+
+if TYPE_CHECKING:
+    from splitctl.carry.arena import Arena
+    from splitctl.carry.file import Carry
+
+_NO_STATE = memoryview(b"")
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """A sealed carry in shared memory.
+
+    Attributes:
+        arena: which of the session's two arenas holds it, 0 or 1.
+        state_bytes: the library's bytes, from the arena's start.
+        state_digest: xxh3-128 of them, 32 hex digits.
+        rest_offset: where everything else of the carry begins, bytes from the arena's start.
+        rest_bytes: its length: a carry as `splitctl.carry.file` writes it, without the state.
+        rest_digest: xxh3-128 of it.
+        placement: where the state was made.
+    """
+
+    arena: int
+    state_bytes: int
+    state_digest: str
+    rest_offset: int
+    rest_bytes: int
+    rest_digest: str
+    placement: Placement
+
+
+def put(arena: Arena, index: int, carry: Carry, digest: bytes) -> Seal:
+    """Put what belongs to a state beside it, so that the arena holds the whole carry.
+
+    Args:
+        arena: shared memory, whose first bytes are the carry's state.
+        index: which of the session's arenas it is.
+        carry: the carry.
+        digest: xxh3-128 of its state.
+
+    Returns:
+        Where everything lies.
+
+    Raises:
+        CarryDamaged: the carry contradicts itself.
+        OSError: the arena cannot grow by as much.
+        ValueError: the carry's description is larger than a reader accepts.
+    """
+    n_state = len(carry.state)
+    rest = carries.to_bytes(carries.seal(dataclasses.replace(carry, state=_NO_STATE)))
+    offset = -(-n_state // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = offset + len(rest)
+    arena.reserve(end)
+    arena.view(end)[offset:] = rest
+    return Seal(index, n_state, digest.hex(), offset, len(rest), xxhash.xxh3_128_hexdigest(rest), carry.placement)
+
+
+def take(arena: Arena, seal: Seal) -> Carry:
+    """Take a sealed carry out of an arena.
+
+    Args:
+        arena: the memory that it lies in.
+        seal: where.
+
+    Returns:
+        The carry. Lifetime: its state is a view of the arena.
+
+    Raises:
+        CarryDamaged: the memory does not hold what was sealed.
+        OSError: the memory cannot be mapped.
+    """
+    end = seal.rest_offset + seal.rest_bytes
+    if not 0 <= seal.state_bytes <= seal.rest_offset or seal.rest_bytes < 0:
+        raise CarryDamaged(None, f"its state ends at {seal.state_bytes}, what follows begins at {seal.rest_offset}")
+    arena.reserve(end)
+    whole = arena.view(end)
+    state, rest = whole[: seal.state_bytes], bytes(whole[seal.rest_offset :])
+    for what, data, digest in (("its state", state, seal.state_digest), ("all but its state", rest, seal.rest_digest)):
+        if xxhash.xxh3_128_hexdigest(data) != digest:
+            raise CarryDamaged(None, f"what it was sealed with is not the checksum of {what}")
+    return dataclasses.replace(carries.from_bytes(rest).carry, state=state.toreadonly())

@@ -1,0 +1,265 @@
+"""The other end of the control socket: ask a host for something, and read its answer as it comes."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from splitctl.control.requests import CANCEL, REQUESTS, ControlRequest
+from splitctl.control.sockets import Address, NoSuchSession, peer_uid
+from splitctl.errors import SplitctlError
+from splitctl.ipc.jobs import Fault
+from splitctl.ipc.wire import MessageInvalid, object_of, to_line
+
+#: A longer line is no answer [bytes].
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
+#: A host that takes no connection, or no request, for so long hangs [seconds].
+CONNECT_S = 10.0
+
+_CHUNK_BYTES = 1 << 16
+
+
+class HostGone(SplitctlError):
+    """The host ended, or hangs, before its answer was whole."""
+
+    def __init__(self, name: str, how: str) -> None:
+        """Build from what was seen.
+
+        Args:
+            name: the session.
+            how: what the host did, as a phrase ("hung up").
+        """
+        self.name = name
+        self.how = how
+        super().__init__(name, how)
+
+    def __str__(self) -> str:
+        """Name the session and what its host did."""
+        return f"the host of session {self.name} {self.how} before it had answered; splitctl ps shows what is served"
+
+
+class RequestFailed(SplitctlError):
+    """The host did not do what it was asked to."""
+
+    def __init__(self, fault: Fault, kind: str, message: str, body: Mapping[str, Any]) -> None:
+        """Build from the host's answer.
+
+        Args:
+            fault: whose fault.
+            kind: the error's class name.
+            message: one line for a person.
+            body: what is known besides.
+        """
+        self.fault = fault
+        self.kind = kind
+        self.message = message
+        self.body = dict(body)
+        super().__init__(fault, kind, message, self.body)
+
+    def __str__(self) -> str:
+        """Pass on the host's line."""
+        return self.message
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Something on the way to an answer.
+
+    Attributes:
+        body: object with a ``kind``.
+    """
+
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ControlAnswer:
+    """The last line of what went well.
+
+    Attributes:
+        body: object.
+    """
+
+    body: dict[str, Any]
+
+
+class Client:
+    """One request to a host.
+
+    Lifetime:
+        Use as a context manager; leaving it hangs up.
+
+    Thread:
+        One; `cancel` may be called from any and from a signal handler.
+    """
+
+    def __init__(self, address: Address, request: ControlRequest, *, connect_s: float = CONNECT_S) -> None:
+        """Connect and ask.
+
+        Args:
+            address: where the session is reached.
+            request: what it is asked for.
+            connect_s: longest wait for the host to take the request, seconds.
+
+        Raises:
+            NoSuchSession: nobody listens there.
+            HostGone: it hangs, or another user's process listens there.
+        """
+        self.address = address
+        self._pending = bytearray()
+        self._failure: RequestFailed | None = None
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.settimeout(connect_s)
+            self._socket.connect(str(address.path))
+            uid = peer_uid(self._socket)
+            if uid != os.getuid():
+                raise HostGone(address.name, f"is not yours (it runs as user {uid}) and was left")  # noqa: TRY301
+            self._socket.sendall(to_line(request, REQUESTS))
+            self._socket.settimeout(None)
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            self._socket.close()
+            raise NoSuchSession(address.name, ()) from error
+        except TimeoutError as error:
+            self._socket.close()
+            raise HostGone(address.name, f"took nothing for {connect_s:g} s") from error
+        except (BrokenPipeError, ConnectionResetError):
+            # It hung up while we were still asking; what it said before stands in our queue.
+            self._socket.settimeout(None)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def fileno(self) -> int:
+        """Give the descriptor that becomes readable when there is something to `read`."""
+        return self._socket.fileno()
+
+    def read(self) -> list[Told | ControlAnswer]:
+        """Read what came; waits for more where nothing did.
+
+        Returns:
+            Whole messages, perhaps none yet; after an Answer nothing more comes.
+
+        Raises:
+            RequestFailed: the host said so.
+            HostGone: it hung up, or speaks another language.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            chunk = self._socket.recv(_CHUNK_BYTES)
+        except ConnectionResetError:
+            chunk = b""
+        if not chunk:
+            raise HostGone(self.address.name, "hung up")
+        self._pending += chunk
+        if b"\n" not in chunk:
+            if len(self._pending) > MAX_ANSWER_BYTES:
+                raise HostGone(self.address.name, f"said {len(self._pending)} bytes without an end and was left")
+            return []
+        *lines, rest = bytes(self._pending).split(b"\n")
+        self._pending = bytearray(rest)
+        messages: list[Told | ControlAnswer] = []
+        for line in lines:
+            try:
+                messages.append(self._message(line))
+            except RequestFailed as error:
+                if not messages:
+                    raise
+                # What came before it counts; it is told next, because a host that said so hangs up.
+                self._failure = error
+        return messages
+
+    def cancel(self) -> None:
+        """Ask the host to end this work early; it still answers."""
+        try:
+            self._socket.sendall(CANCEL)
+        except (BrokenPipeError, ConnectionResetError):
+            # It has answered and hung up already; `read` finds that.
+            return
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Hang up."""
+        self.close()
+
+    def _message(self, line: bytes) -> Told | ControlAnswer:
+        """Read one line of the answer."""
+        try:
+            body = object_of(line, max_bytes=MAX_ANSWER_BYTES)
+        except MessageInvalid as error:
+            raise HostGone(self.address.name, f"said what is no answer ({error}) and was left") from error
+        match body:
+            case {"event": dict() as told}:
+                return Told(told)
+            case {"result": dict() as result}:
+                return ControlAnswer(result)
+            case {"error": {"fault": str() as fault, "kind": str() as kind, "message": str() as message, **more}}:
+                known = Fault(fault) if fault in {one.value for one in Fault} else Fault.INTERNAL
+                about = more.get("body")
+                raise RequestFailed(known, kind, message, about if isinstance(about, dict) else {})
+        raise HostGone(self.address.name, "said what is no answer and was left")
+
+
+def ask(
+    address: Address,
+    request: ControlRequest,
+    *,
+    on_event: Callable[[dict[str, Any]], None] | None = None,
+    timeout_s: float | None = None,
+) -> dict[str, Any]:
+    """Ask a host and wait for its answer.
+
+    Args:
+        address: where the session is reached.
+        request: what it is asked for.
+        on_event: takes what is told on the way.
+        timeout_s: longest silence that is borne, seconds; None: any.
+
+    Returns:
+        The answer.
+
+    Raises:
+        NoSuchSession: nobody listens there.
+        RequestFailed: the host did not do it.
+        HostGone: it ended or was silent for too long.
+    """
+    with Client(address, request) as client:
+        while True:
+            if not wait([client], timeout_s):
+                raise HostGone(address.name, f"was silent for {timeout_s:g} s")
+            for message in client.read():
+                if isinstance(message, ControlAnswer):
+                    return message.body
+                if on_event is not None:
+                    on_event(message.body)
+
+
+def wait(sources: Iterable[Client | int], timeout_s: float | None = None) -> list[Client | int]:
+    """Wait until one of several has something to read.
+
+    Args:
+        sources: clients and descriptors.
+        timeout_s: longest wait, seconds; None: any.
+
+    Returns:
+        Those that have; empty when the time is over.
+    """
+    with selectors.DefaultSelector() as selector:
+        for source in sources:
+            selector.register(source, selectors.EVENT_READ, source)
+        return [key.data for key, _ in selector.select(timeout_s)]

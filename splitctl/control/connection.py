@@ -1,0 +1,161 @@
+"""One client at the control socket: lines in, lines out, and how answers are written."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import is_dataclass
+from typing import Any
+
+from splitctl.control.requests import CANCEL
+from splitctl.control.sockets import peer_uid
+from splitctl.errors import Busy, Cancelled, ConfigInvalid, Parked, Refused, SplitctlError
+from splitctl.ipc.jobs import Fault
+from splitctl.ipc.wire import MessageInvalid, line_of, object_of
+from splitctl.outcome import to_plain
+
+_CHUNK_BYTES = 1 << 16
+_MAX_CONTROL_BYTES = 4096
+#: Progress is left out for a client that has this much unread [bytes].
+_UNREAD_BYTES = 1 << 18
+
+_FAULTS: tuple[tuple[type[Exception], Fault], ...] = (
+    (MessageInvalid, Fault.CONFIG),
+    (ConfigInvalid, Fault.CONFIG),
+    (Busy, Fault.BUSY),
+    (Refused, Fault.REFUSED),
+    (Cancelled, Fault.CANCELLED),
+    (Parked, Fault.PARKED),
+)
+
+
+class Connection:
+    """One client's connection.
+
+    Thread: the loop's.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, write_s: float) -> None:
+        """Take both ends."""
+        self._reader = reader
+        self._writer = writer
+        self._write_s = write_s
+        self._rest = b""
+        writer.transport.set_write_buffer_limits(high=_UNREAD_BYTES)
+
+    def peer_uid(self) -> int:
+        """Ask whose the other end is."""
+        return peer_uid(self._writer.get_extra_info("socket"))
+
+    async def read(self) -> bytes:
+        """Read what there is; empty at the end."""
+        rest, self._rest = self._rest, b""
+        return rest or await self._reader.read(_CHUNK_BYTES)
+
+    def put_back(self, rest: bytes) -> None:
+        """Give back what was read too much."""
+        self._rest = rest
+
+    async def listen(self, cancel: Callable[[], None]) -> None:
+        """Read control lines until the client hangs up or sends what is none.
+
+        Args:
+            cancel: called for every `requests.CANCEL`.
+        """
+        pending = bytearray()
+        with suppress(ConnectionError, MessageInvalid):
+            while chunk := await self.read():
+                pending += chunk
+                *lines, rest = bytes(pending).split(b"\n")
+                pending = bytearray(rest)
+                for raw in lines:
+                    if object_of(raw, max_bytes=_MAX_CONTROL_BYTES) != object_of(CANCEL, max_bytes=_MAX_CONTROL_BYTES):
+                        return
+                    cancel()
+                if len(pending) > _MAX_CONTROL_BYTES:
+                    return
+
+    def offer(self, event: Mapping[str, Any]) -> None:
+        """Send an event that may be left out, if the client keeps up."""
+        transport = self._writer.transport
+        if not transport.is_closing() and transport.get_write_buffer_size() < _UNREAD_BYTES:
+            self._writer.write(line_of({"event": dict(event)}))
+
+    async def event(self, body: Mapping[str, Any]) -> None:
+        """Send an event.
+
+        Raises:
+            ConnectionError: the client hung up.
+            TimeoutError: it does not read.
+        """
+        await self._send({"event": dict(body)})
+
+    async def result(self, body: Mapping[str, Any]) -> None:
+        """Send the last line of what went well; a client that is gone is no error."""
+        with suppress(ConnectionError):
+            await self._send({"result": dict(body)})
+
+    async def error(self, error: Exception) -> None:
+        """Send the last line of what did not; a client that is gone is no error."""
+        with suppress(ConnectionError):
+            await self._send({"error": error_body(error)})
+
+    def abort(self) -> None:
+        """Drop what is unsent."""
+        self._writer.transport.abort()
+
+    async def close(self) -> None:
+        """Send what is unsent, and close."""
+        self._writer.close()
+        try:
+            async with asyncio.timeout(self._write_s):
+                await self._writer.wait_closed()
+        except (ConnectionError, TimeoutError):
+            self.abort()
+
+    async def _send(self, body: Mapping[str, Any]) -> None:
+        self._writer.write(line_of(body))
+        async with asyncio.timeout(self._write_s):
+            await self._writer.drain()
+
+
+def event_body(event: Any) -> dict[str, Any]:
+    """Write an event of the supervisor as an object.
+
+    Args:
+        event: a dataclass, or an object with a ``kind``.
+
+    Returns:
+        Its fields, and under ``kind`` its name.
+    """
+    if not is_dataclass(event):
+        return dict(event)
+    plain = to_plain(event)
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(event).__name__).lower()
+    return {"kind": name, **(plain if isinstance(plain, dict) else {})}
+
+
+def error_body(error: Exception) -> dict[str, Any]:
+    """Say an error to a client.
+
+    Args:
+        error: any; an error that a worker told brings its ``fault``, ``name`` and ``body`` along.
+
+    Returns:
+        Keys fault, kind, message and body.
+    """
+    fault = getattr(error, "fault", None)
+    if not isinstance(fault, Fault):
+        fault = next((fault for kind, fault in _FAULTS if isinstance(error, kind)), Fault.INTERNAL)
+    name = getattr(error, "name", None) if isinstance(getattr(error, "fault", None), Fault) else None
+    message = str(error)
+    if not isinstance(error, SplitctlError | OSError):
+        message = f"{type(error).__name__}: {error}; this is a fault of splitctl, please report it"
+    return {
+        "fault": fault.value,
+        "kind": name or type(error).__name__,
+        "message": message,
+        "body": getattr(error, "body", None) or {},
+    }

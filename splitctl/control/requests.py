@@ -1,0 +1,221 @@
+"""What a client may ask of a host over its control socket, and the words of an answer's stream.
+
+Laws:
+    1. A request is one line, read by `wire` and by nothing else: what a field may hold stands here.
+    2. What a request builds is bounded by the length of its line, `MAX_REQUEST_BYTES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from splitctl.carry.sequence import SamplerSpec
+from splitctl.errors import ConfigInvalid
+from splitctl.placement import MAX_SHARES, Placement, PlacementInvalid
+
+#: A longer line is no request [bytes].
+MAX_REQUEST_BYTES = 16 * 1024 * 1024
+
+#: The control line that asks a host to stop the work of this connection.
+CANCEL = b'{"control":"cancel"}\n'
+
+PROOFS = ("bytes", "positions", "off")
+"""How a switch may be proved."""
+
+_INT32_MAX = 2**31 - 1
+#: Longest time that a switch may wait for the token boundary [seconds].
+_MAX_TIMEOUT_S = 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class StatusRequest:
+    """Say how the session is."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchRequest:
+    """Move the session.
+
+    Attributes:
+        changes: fields of the placement by name, those alone that change; values as `Placement.to_json` writes them.
+        proof: one of `PROOFS`.
+        convert: whether the carry may be converted.
+        force: whether it goes on in spite of what only a try speaks against.
+        timeout_s: longest wait for the token boundary, seconds; None: as long as it takes.
+    """
+
+    changes: dict[str, Any]
+    proof: str = "bytes"
+    convert: bool = True
+    force: bool = False
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what no switch can be asked."""
+        changes_from_json(self.changes)
+        if self.proof not in PROOFS:
+            raise ConfigInvalid("proof", self.proof, f"one of {', '.join(PROOFS)}")
+        if self.timeout_s is not None and not 0.0 <= self.timeout_s <= _MAX_TIMEOUT_S:
+            raise ConfigInvalid("timeout_s", self.timeout_s, f"from 0 to {_MAX_TIMEOUT_S:g} seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRequest:
+    """Say what a switch would do.
+
+    Attributes:
+        changes: as for a switch.
+        convert: as for a switch.
+        force: as for a switch.
+    """
+
+    changes: dict[str, Any]
+    convert: bool = True
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what no switch can be asked."""
+        changes_from_json(self.changes)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of a chat.
+
+    Attributes:
+        role: who says it, in the words of the model's template.
+        content: what.
+    """
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """Read a prompt and generate after it; exactly one of prompt, messages and tokens is given.
+
+    Attributes:
+        prompt: a text.
+        messages: a chat, turned into a text by the model's template.
+        tokens: the prompt as tokens.
+        add_special: put the model's first token before a text.
+        parse_special: let names of special tokens in a text be those tokens.
+        n_predict: most tokens to generate; negative: until the model ends or the context is full.
+        sampler: how tokens are drawn, and the texts that end the generation.
+    """
+
+    prompt: str | None = None
+    messages: tuple[ChatMessage, ...] | None = None
+    tokens: tuple[int, ...] | None = None
+    add_special: bool = True
+    parse_special: bool = False
+    n_predict: int = -1
+    sampler: SamplerSpec = field(default_factory=SamplerSpec)
+
+    def __post_init__(self) -> None:
+        """Refuse what nothing can be generated after."""
+        given = [one for one in (self.prompt, self.messages, self.tokens) if one is not None]
+        if len(given) != 1:
+            raise ConfigInvalid("prompt", f"one of {len(given)} kinds", "exactly one of prompt, messages and tokens")
+        if not given[0]:
+            raise ConfigInvalid("prompt", "empty", "some text, message or token")
+        if self.tokens is not None and not all(0 <= token <= _INT32_MAX for token in self.tokens):
+            raise ConfigInvalid("tokens", "a token out of range", f"from 0 to {_INT32_MAX}")
+        if not -_INT32_MAX <= self.n_predict <= _INT32_MAX:
+            raise ConfigInvalid("n_predict", self.n_predict, f"at most {_INT32_MAX}; negative: no limit")
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """Write the whole session to a file.
+
+    Attributes:
+        path: where, absolute.
+    """
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        """Refuse a path that would depend on where the host was started."""
+        _refuse_relative(self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreRequest:
+    """Replace all that the session holds with a file.
+
+    Attributes:
+        path: a carry, or a session or slot file of llama.cpp; absolute.
+    """
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        """Refuse a path that would depend on where the host was started."""
+        _refuse_relative(self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequest:
+    """Save the session and end the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventsRequest:
+    """Tell what happens to the session, until the client hangs up."""
+
+
+ControlRequest = (
+    StatusRequest
+    | SwitchRequest
+    | CheckRequest
+    | GenerateRequest
+    | SaveRequest
+    | RestoreRequest
+    | StopRequest
+    | EventsRequest
+)
+
+REQUESTS: Mapping[str, type] = {
+    "status": StatusRequest,
+    "switch": SwitchRequest,
+    "check": CheckRequest,
+    "generate": GenerateRequest,
+    "save": SaveRequest,
+    "restore": RestoreRequest,
+    "stop": StopRequest,
+    "events": EventsRequest,
+}
+
+
+def changes_from_json(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the named fields of a placement.
+
+    Args:
+        plain: field name to value, as `Placement.to_json` writes them.
+
+    Returns:
+        The same fields with the values that a placement holds; what `Placement.changed` takes.
+
+    Raises:
+        PlacementInvalid: an unknown field, or a value of the wrong kind or out of range.
+    """
+    devices = plain.get("devices", [])
+    if not isinstance(devices, list) or len(devices) > MAX_SHARES:
+        raise PlacementInvalid("devices", type(devices).__name__, f"a list of {MAX_SHARES} names at most")
+    if not all(isinstance(name, str) and name.isprintable() for name in devices):
+        raise PlacementInvalid("devices", "not a name", "names of devices (splitctl devices lists them)")
+    try:
+        whole = Placement.from_json(plain)
+    except (OverflowError, RecursionError) as error:
+        raise PlacementInvalid("placement", "a number that nothing can hold", "numbers of a usual size") from error
+    return {name: getattr(whole, name) for name in plain}
+
+
+def _refuse_relative(path: Path) -> None:
+    if not path.is_absolute():
+        raise ConfigInvalid("path", str(path), "an absolute path")

@@ -1,0 +1,261 @@
+"""The live native objects of a session: a placed model, its context and its adapters, made and freed as a whole.
+
+Laws:
+    1. The context is freed before its adapters, and both before the model.
+    2. What a step that failed has made is freed by :meth:`Engine.free`; a half-made engine never serves.
+    3. Between free and place no memory question is asked of the library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from llama_native import (
+    Adapter,
+    CallFailed,
+    Context,
+    ContextParams,
+    FlashAttn,
+    KvType,
+    LoadMode,
+    Model,
+    ModelParams,
+    SplitMode,
+)
+from splitctl import placement as placing
+from splitctl.errors import AdapterInvalid, BadModelFile, ConfigInvalid
+from splitctl.model.header import read_header
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from llama_native import Library
+    from splitctl.placement import Placement
+
+_AUTO_OFF = re.compile(r"flash attention\b.*\bset to disabled", re.IGNORECASE)
+"""What the library logs when it turns automatic flash attention off. Source: resolve_fused_ops in llama-context.cpp
+("Flash Attention not supported, set to disabled"); builds before: "Flash Attention was auto, set to disabled"."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """An adapter that the session loads again whenever its model is placed."""
+
+    path: str
+    scale: float
+
+
+def check_adapters(adapters: Sequence[LoadedAdapter]) -> None:
+    """Judge adapters by their files' headers, before a model is loaded for them.
+
+    Raises:
+        AdapterInvalid: a file is missing, no GGUF, damaged, or no LoRA adapter.
+        ConfigInvalid: a scale is not a finite number.
+    """
+    for one in adapters:
+        path = Path(one.path)
+        if not math.isfinite(one.scale):
+            raise ConfigInvalid("adapter scale", one.scale, "a finite number")
+        try:
+            values = read_header(path).values
+        except BadModelFile as error:
+            raise AdapterInvalid(path, f"it is {error.kind.value}: {error.detail}") from error
+        for key, wanted in (("general.type", "adapter"), ("adapter.type", "lora")):
+            if values.get(key) != wanted:
+                raise AdapterInvalid(path, f"its {key} is {values.get(key, 'not given')}, not {wanted}")
+
+
+def resolve_threads(placement: Placement) -> Placement:
+    """Put numbers where the placement leaves the threads to us: one a physical core, as llama.cpp's programs do."""
+    n = placement.n_threads or psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    return dataclasses.replace(placement, n_threads=n, n_threads_batch=placement.n_threads_batch or n)
+
+
+def model_params(placement: Placement, load_mode: LoadMode = LoadMode.AUTO) -> ModelParams:
+    """Say a placement in the native package's words."""
+    return ModelParams(
+        split_mode=SplitMode[placement.mode.name],
+        devices=placement.devices,
+        tensor_split=placement.tensor_split,
+        main_gpu=placement.main_gpu,
+        n_gpu_layers=placement.n_gpu_layers,
+        load_mode=load_mode,
+    )
+
+
+def context_params(placement: Placement, *, embeddings: bool) -> ContextParams:
+    """Say a placement's context in the native package's words."""
+    return ContextParams(
+        n_ctx=placement.n_ctx,
+        n_batch=placement.n_batch,
+        n_ubatch=placement.n_ubatch,
+        n_seq_max=placement.n_seq_max,
+        n_threads=placement.n_threads,
+        n_threads_batch=placement.n_threads_batch,
+        flash_attn=FlashAttn[placement.flash_attn.name],
+        type_k=KvType[placement.type_k.upper()],
+        type_v=KvType[placement.type_v.upper()],
+        offload_kqv=placement.offload_kqv,
+        kv_unified=placement.kv_unified,
+        embeddings=embeddings,
+    )
+
+
+class Engine:
+    """One model on its devices with one context.
+
+    Thread: the session's turn guards it. Lifetime: until :meth:`free`; may be placed again after it.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        model_path: str,
+        adapters: Sequence[LoadedAdapter] = (),
+        *,
+        embeddings: bool = False,
+        is_cancelled: Callable[[], bool] = lambda: False,
+        on_tick: Callable[[], None] | None = None,
+    ) -> None:
+        """Hold what every placement of this session has in common.
+
+        Args:
+            library: the open library.
+            model_path: the GGUF.
+            adapters: loaded again whenever the model is.
+            embeddings: whether contexts compute embeddings.
+            is_cancelled: asked while the library works.
+            on_tick: called while the library works, as often as it calls back: a sign that it does not hang.
+        """
+        self.library = library
+        self.model_path = model_path
+        self.adapters = tuple(adapters)
+        self.embeddings = embeddings
+        self.is_cancelled = is_cancelled
+        self.on_tick = on_tick
+        self.model: Model | None = None
+        self.context: Context | None = None
+        self._live_adapters: list[Adapter] = []
+        self.n_loads = 0
+
+    def place(
+        self, placement: Placement, progress: Callable[[float], None] | None = None, *, cancellable: bool = True
+    ) -> None:
+        """Load the model into a placement.
+
+        Raises:
+            llama_native.CallFailed: the library returned NULL.
+            llama_native.LoadCancelled: the session's cancel flag was set, and ``cancellable``.
+        """
+
+        def on_progress(share: float) -> bool:
+            if self.on_tick is not None:
+                self.on_tick()
+            if progress is not None:
+                progress(share)
+            return not (cancellable and self.is_cancelled())
+
+        self.n_loads += 1
+        self.model = Model.load(self.library, self.model_path, model_params(placement), progress=on_progress)
+
+    def build(self, placement: Placement, *, abortable: bool = True) -> Placement:
+        """Make the context, and load and apply the adapters.
+
+        Returns:
+            The placement with what the library resolved: context size, flash attention, batch sizes.
+
+        Raises:
+            llama_native.CallFailed: the library returned NULL, or refused the scales.
+            AdapterInvalid: an adapter does not fit the model.
+        """
+        if self.model is None:
+            msg = "a context is built on a placed model"
+            raise AssertionError(msg)
+        said: list[str] = []
+        is_open = placement.flash_attn is placing.FlashAttn.AUTO
+        # Only a choice that is left to the library has to be heard; listening costs a call for every line of its log.
+        stop = self.library.log.listen(lambda _level, text: said.append(text)) if is_open else lambda: None
+        try:
+            self.context = Context(
+                self.model,
+                context_params(placement, embeddings=self.embeddings),
+                abort=self._polled() if abortable else None,
+            )
+        finally:
+            stop()
+        if self.adapters:
+            for one in self.adapters:
+                self._live_adapters.append(_loaded(self.model, one))
+            scales = (one.scale for one in self.adapters)
+            self.context.set_adapters(list(zip(self._live_adapters, scales, strict=True)))
+        return dataclasses.replace(
+            placement,
+            n_ctx=self.context.n_ctx,
+            n_batch=self.context.n_batch,
+            n_ubatch=self.context.n_ubatch,
+            flash_attn=_resolved_flash_attn(placement, said),
+        )
+
+    def _polled(self) -> Callable[[], bool]:
+        """Give what the library asks between two nodes of a graph."""
+        tick, is_cancelled = self.on_tick, self.is_cancelled
+        if tick is None:
+            return is_cancelled
+
+        def poll() -> bool:
+            tick()
+            return is_cancelled()
+
+        return poll
+
+    def rebuild(self, placement: Placement) -> None:
+        """Throw the context away and make a new, empty one on the same model; adapters are loaded and applied again."""
+        context, self.context = self.context, None
+        if context is not None:
+            context.close()
+        self._free_adapters()
+        self.build(placement, abortable=True)
+
+    @property
+    def live(self) -> Context:
+        """The context; asking for it when there is none is a fault of ours."""
+        if self.context is None:
+            msg = "the engine has no context now"
+            raise AssertionError(msg)
+        return self.context
+
+    def free(self) -> None:
+        """Free context, adapters and model, whichever there are."""
+        context, model, self.context, self.model = self.context, self.model, None, None
+        if context is not None:
+            context.close()
+        self._free_adapters()
+        if model is not None:
+            model.close()
+
+    def _free_adapters(self) -> None:
+        adapters, self._live_adapters = self._live_adapters, []
+        for adapter in adapters:
+            adapter.close()
+
+
+def _loaded(model: Model, adapter: LoadedAdapter) -> Adapter:
+    try:
+        return Adapter(model, adapter.path)
+    except CallFailed as error:
+        said = error.log_tail[-1].strip() if error.log_tail else "the library refused it"
+        raise AdapterInvalid(Path(adapter.path), said) from error
+
+
+def _resolved_flash_attn(placement: Placement, said: Sequence[str]) -> placing.FlashAttn:
+    if placement.flash_attn is not placing.FlashAttn.AUTO:
+        return placement.flash_attn
+    return placing.FlashAttn.OFF if any(map(_AUTO_OFF.search, said)) else placing.FlashAttn.ON

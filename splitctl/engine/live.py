@@ -1,0 +1,256 @@
+"""What a session is made of, shared by the session and the effects of a switch: engine, slots, placement, arenas.
+
+Thread: the session's turn guards everything here.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import psutil
+
+from llama_native import CallFailed
+from splitctl.carry.arena import Arena
+from splitctl.engine.slot import Slot
+from splitctl.engine.turn import Turn
+from splitctl.errors import Cancelled, ConfigInvalid, ContextFull
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from llama_native import Model
+    from splitctl.engine.engine import Engine
+    from splitctl.model.facts import ModelFacts
+    from splitctl.placement import Placement
+
+_RC_ABORTED = 2
+_BYTES_PER_FLOAT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Tokens for one decode; lists of equal length."""
+
+    tokens: Sequence[int]
+    positions: Sequence[int]
+    seq_ids: Sequence[int]
+    outputs: Sequence[bool]
+
+
+class CancelFlag:
+    """A flag that a signal or another thread sets; shielded while a fallback must not be interrupted."""
+
+    def __init__(self, event: threading.Event | None = None) -> None:
+        """Watch an event, or one of its own."""
+        self.event = event or threading.Event()
+        self.shielded = False
+
+    def is_set(self) -> bool:
+        """Tell whether work should end now."""
+        return not self.shielded and self.event.is_set()
+
+
+class LiveSession:
+    """The parts of a session."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        facts: ModelFacts,
+        placement: Placement,
+        cancel: CancelFlag,
+        arenas: tuple[Arena, Arena] | None = None,
+    ) -> None:
+        """Hold the parts; ``placement`` is the one that the engine serves in, as the library resolved it."""
+        self.engine = engine
+        self.facts = facts
+        self.placement = placement
+        self.cancel = cancel
+        self.turn = Turn()
+        self.slots = {seq_id: Slot(seq_id) for seq_id in range(placement.n_seq_max)}
+        self.arena, self.spare = arenas or (Arena(), Arena())
+        self.n_decodes = 0
+        self.pending_shift = False
+        self.state_shape: tuple[frozenset[int], tuple[str, ...], bool | None, tuple[bool, ...]] | None = None
+        """How the last state was read: versions, kinds of sections, extra records in cells, V in attention sections."""
+        self.has_memory = engine.live.has_memory
+        self.n_vocab = self.model.n_vocab
+        self.is_encoder_decoder = self.model.has_encoder and self.model.has_decoder
+        self.decoder_start = self.model.decoder_start_token
+
+    @property
+    def model(self) -> Model:
+        """The placed model; asking for it when there is none is a fault of ours."""
+        if self.engine.model is None:
+            msg = "the engine has no model now"
+            raise AssertionError(msg)
+        return self.engine.model
+
+    def serve_in(self, placement: Placement) -> None:
+        """Note where the session serves now, and have a slot for each sequence that the context can hold."""
+        self.placement = placement
+        for seq_id in range(placement.n_seq_max):
+            self.slots.setdefault(seq_id, Slot(seq_id))
+        for seq_id in [one for one in self.slots if one >= placement.n_seq_max and self.slots[one].is_empty]:
+            self.slots.pop(seq_id).clear()
+
+    def used(self) -> list[Slot]:
+        """Return the sequences that hold anything, by id."""
+        return [slot for slot in self.slots.values() if not slot.is_empty]
+
+    def positions(self) -> dict[int, tuple[int, int]]:
+        """Ask the library for every sequence's first and last position; (-1, -1) where it holds none."""
+        context = self.engine.live
+        return {seq_id: (context.pos_min(seq_id), context.pos_max(seq_id)) for seq_id in range(context.n_seq_max)}
+
+    def reserve(self, n_tokens: int, *, n_copies: int) -> int:
+        """Hold ``n_copies`` (1 or 2) arenas for a state of ``n_tokens``, if the host keeps as much free again.
+
+        Returns:
+            Bytes held by the arenas now.
+        """
+        placement = self.placement
+        if self.has_memory:
+            n_bytes = self.facts.state_bytes(
+                n_tokens, placement.type_k, placement.type_v, n_sequences=placement.n_seq_max
+            )
+            if psutil.virtual_memory().available > 2 * n_copies * n_bytes:
+                for arena in (self.arena, self.spare)[:n_copies]:
+                    arena.reserve(n_bytes)
+        return self.arena.n_bytes + self.spare.n_bytes
+
+    def check_room(self, seq_id: int, n_new: int) -> None:
+        """Refuse tokens that the cache has no cells for, before anything is decoded.
+
+        Raises:
+            ContextFull: with the numbers.
+            ConfigInvalid: more tokens than a model without a memory can read, which is as a whole.
+        """
+        if not self.has_memory:
+            self.check_encoder(n_new)
+        if not self.has_memory or self.facts.is_recurrent:
+            return
+        held, room = self._held_and_room(seq_id)
+        if held + n_new > room:
+            raise ContextFull(held, n_new, room)
+
+    def short_of(self, seq_id: int, n_new: int) -> int:
+        """Count the cells that are missing for new tokens of a sequence; 0 where they fit."""
+        if not self.has_memory or self.facts.is_recurrent:
+            return 0
+        held, room = self._held_and_room(seq_id)
+        return max(0, held + n_new - room)
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Refuse an empty prompt, and tokens that the vocabulary does not have.
+
+        Raises:
+            ConfigInvalid: with what was found.
+        """
+        if not len(tokens):
+            raise ConfigInvalid("tokens", "none", "at least one token (the prompt is empty)")
+        n_vocab = self.n_vocab
+        for token in tokens:
+            if not 0 <= token < n_vocab:
+                raise ConfigInvalid("tokens", token, f"0 to {n_vocab - 1}, the model's vocabulary")
+
+    def is_full(self, seq_id: int) -> bool:
+        """Tell whether a sequence's newest token is the last that its memory has a cell for."""
+        if not self.has_memory or self.facts.is_recurrent:
+            return False
+        held, room = self._held_and_room(seq_id)
+        slot = self.slots[seq_id]
+        return held + (len(slot.tokens) - slot.n_past) >= room
+
+    def _held_and_room(self, seq_id: int) -> tuple[int, int]:
+        """Return the cells that count against a sequence's room, and the room."""
+        context = self.engine.live
+        unified = self.placement.kv_unified
+        held = sum(s.n_past for s in self.slots.values()) if unified else self.slots[seq_id].n_past
+        return held, context.n_ctx if unified or self.placement.n_seq_max == 1 else context.n_ctx_seq
+
+    def check_encoder(self, n_tokens: int) -> None:
+        """Refuse more tokens than an encoder reads at once: the library would abort.
+
+        Raises:
+            ConfigInvalid: with both numbers.
+        """
+        most = self.engine.live.n_ubatch
+        if n_tokens > most:
+            wanted = f"{most} at most, the size of a micro-batch (-ub): an encoder reads its prompts as a whole"
+            raise ConfigInvalid("tokens", f"{n_tokens} for the encoder", wanted)
+
+    def run(self, batch: Batch) -> dict[int, NDArray[np.float32]]:
+        """Decode one batch of at most n_batch tokens and copy the wanted rows.
+
+        Returns:
+            Place in the batch -> float32[n_vocab] logits, for every wanted output; of an encoder the embedding,
+            float32[n_embd].
+
+        Raises:
+            Cancelled: the cancel flag ended it; the memory holds what was decoded until then.
+            llama_native.CallFailed: the library refused or failed.
+        """
+        context = self.engine.live
+        try:
+            context.decode(batch.tokens, batch.positions, batch.seq_ids, batch.outputs)
+        except CallFailed as error:
+            if error.rc == _RC_ABORTED and self.cancel.is_set():
+                raise Cancelled("a decode") from error
+            raise
+        self.n_decodes += 1
+        self.pending_shift = False
+        wanted = [index for index, output in enumerate(batch.outputs) if output]
+        if self.facts.is_encoder_only:
+            rows = {index: context.embeddings(index, batch.seq_ids[index]) for index in wanted}
+            return {index: np.frombuffer(row, np.float32) for index, row in rows.items()}
+        return {index: np.frombuffer(context.logits(index), np.float32) for index in wanted}
+
+    def encode(self) -> None:
+        """Run the encoder over what every sequence gave it, in one batch: the library keeps the last one only."""
+        slots = [slot for slot in self.used() if slot.encoder_tokens.size]
+        if not slots:
+            return
+        tokens: list[int] = []
+        positions: list[int] = []
+        seq_ids: list[int] = []
+        for slot in slots:
+            n = int(slot.encoder_tokens.size)
+            tokens += slot.encoder_tokens.tolist()
+            positions += range(n)
+            seq_ids += [slot.seq_id] * n
+        self.engine.live.encode(tokens, positions, seq_ids, [True] * len(tokens))
+
+    def replay_tokens(self) -> None:
+        """Read every sequence's tokens again into an empty memory; logits that the session holds stay as they are."""
+        self.encode()
+        for slot in self.used():
+            for batch in batches(slot.seq_id, slot.tokens[: slot.n_past], 0, self.engine.live.n_batch):
+                self.run(batch)
+
+
+def batches(
+    seq_id: int, tokens: Sequence[int], first: int, n_batch: int, *, last_output: bool = False
+) -> Iterable[Batch]:
+    """Cut a sequence's tokens into batches.
+
+    Args:
+        seq_id: the sequence.
+        tokens: int32[n].
+        first: position of the first token.
+        n_batch: most tokens of a batch.
+        last_output: whether the very last token's logits are wanted.
+    """
+    n = len(tokens)
+    for start in range(0, n, n_batch):
+        chunk = tokens[start : start + n_batch]
+        size = len(chunk)
+        outputs = [False] * size
+        if last_output and start + size == n:
+            outputs[-1] = True
+        yield Batch(chunk, range(first + start, first + start + size), [seq_id] * size, outputs)

@@ -1,0 +1,447 @@
+"""What a hosted session holds, as its supervisor was told: sequences, streams on them, and who waits for one. Pure.
+
+Laws:
+    1. A token is booked once, in the order of its decode, to the stream's job and to the sequence that holds it.
+    2. The books never claim more than was reported: what a new worker is told to hold can be made from them alone.
+    3. A sequence has one stream at a time; it is free again when the worker said that the stream has ended, or is gone.
+    4. Streams start in the order in which they came.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from splitctl.carry.sequence import SamplerSpec
+from splitctl.errors import SplitctlError
+from splitctl.ipc.orders import Drawn, Ended, Reading, SequenceSnapshot, Start, Step
+
+#: A sequence is worth going on with when it holds this share of a new prompt; below it the one that was unused for
+#: longest makes room.  Source: llama-server's default (slot_prompt_similarity).
+_WORTH_KEEPING = 0.1
+
+_RECENT_STEPS = 64
+"""Steps over which the rate of generation is measured."""
+
+
+class ReportWrong(SplitctlError):
+    """A worker told what cannot be: it has lost count, and cannot be believed any more."""
+
+    def __init__(self, what: str) -> None:
+        """Build from the report.
+
+        Args:
+            what: what it told, and why that cannot be.
+        """
+        self.what = what
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        """Say it."""
+        return f"the worker lost count: {self.what}"
+
+
+@dataclass(slots=True)
+class StreamJob:
+    """What a stream is to the sequences: a prompt, and tokens drawn after it.
+
+    Attributes:
+        number: the stream's number.
+        prompt: the whole prompt.
+        sampler: how to draw, its seed a number.
+        n_predict: most tokens to draw; negative: no limit.
+        drawn: every token drawn so far, one that ends the generation included.
+        n_draws: random draws made.
+        is_ended: the last token ends the generation.
+        is_over: its client has its last event; the sequence is free once the worker has said so too.
+        seq_id: the sequence it is on; None while it waits.
+        n_reused: tokens of the prompt that the sequence held before; None until the worker said.
+        prompt_ms: time spent reading, ms; all workers together.
+        generate_ms: time of the steps that served it, ms.
+        read_before_ms: the part of prompt_ms that workers took which are gone.
+        n_losses: workers that were lost over it, one after the other, without a token of its own in between.
+    """
+
+    number: int
+    prompt: tuple[int, ...]
+    sampler: SamplerSpec
+    n_predict: int
+    drawn: list[int] = field(default_factory=list)
+    n_draws: int = 0
+    is_ended: bool = False
+    is_over: bool = False
+    seq_id: int | None = None
+    n_reused: int | None = None
+    prompt_ms: float = 0.0
+    generate_ms: float = 0.0
+    read_before_ms: float = 0.0
+    n_losses: int = 0
+
+    @property
+    def n_predicted(self) -> int:
+        """Tokens of the answer: those drawn, without one that ends the generation."""
+        return len(self.drawn) - self.is_ended
+
+    @property
+    def n_left(self) -> int:
+        """Most tokens that may still be drawn; negative: no limit."""
+        return -1 if self.n_predict < 0 else max(0, self.n_predict - len(self.drawn))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to draw, whatever the worker has still to say about it."""
+        return self.is_ended or self.n_left == 0
+
+    def start(self, seq_id: int) -> Start:
+        """Give the order that makes a worker go on where the stream stands."""
+        return Start(
+            self.number,
+            seq_id,
+            (*self.prompt, *self.drawn),
+            self.sampler,
+            self.n_left,
+            self.n_draws,
+            is_pending=bool(self.drawn),
+            n_delivered=len(self.drawn),
+        )
+
+
+@dataclass(slots=True)
+class SequenceRow:
+    """One sequence.
+
+    Attributes:
+        seq_id: its id.
+        tokens: what it holds.
+        is_pending: the newest was drawn and has not been decoded.
+        sampler: how its last stream drew; None: none did.
+        n_draws: random draws made.
+        encoder_tokens: what an encoder read for it.
+        stream: the stream on it; None: it is idle.
+        used_at: when it was used last, as a count; 0: never.
+    """
+
+    seq_id: int
+    tokens: list[int] = field(default_factory=list)
+    is_pending: bool = False
+    sampler: SamplerSpec | None = None
+    n_draws: int = 0
+    encoder_tokens: tuple[int, ...] = ()
+    stream: int | None = None
+    used_at: int = 0
+
+    def book(self) -> SequenceSnapshot:
+        """Give what a new worker is told."""
+        return SequenceSnapshot(
+            self.seq_id, tuple(self.tokens), self.is_pending, self.sampler, self.n_draws, self.encoder_tokens
+        )
+
+
+class Ledger:
+    """The books of one session.
+
+    Thread: the supervisor's loop, alone.
+    """
+
+    def __init__(self, n_seq_max: int) -> None:
+        """Open them for so many sequences."""
+        self.rows = [SequenceRow(seq_id) for seq_id in range(n_seq_max)]
+        self.jobs: dict[int, StreamJob] = {}
+        self.version = 0
+        self._queue: deque[int] = deque()
+        self._has_worker = True
+        self._clock = 0
+        self._steps: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
+        self._last_read: tuple[int, float] | None = None
+
+    # ---- what there is ----
+
+    @property
+    def n_queued(self) -> int:
+        """Streams that wait for a sequence."""
+        return len(self._queue)
+
+    @property
+    def running(self) -> list[StreamJob]:
+        """Jobs that are on a sequence and not over, by sequence."""
+        on = [self.jobs[row.stream] for row in self.rows if row.stream is not None]
+        return [job for job in on if not job.is_over]
+
+    @property
+    def is_working(self) -> bool:
+        """Whether a worker has something to say about any stream."""
+        return any(row.stream is not None for row in self.rows)
+
+    @property
+    def tokens_per_second(self) -> dict[str, float | None]:
+        """Recent rates: prompt of the last one read, generate over the last steps and all streams together."""
+        read = self._last_read or (0, 0.0)
+        steps = (sum(n for n, _ in self._steps), sum(ms for _, ms in self._steps))
+        return {"prompt": _rate(*read), "generate": _rate(*steps)}
+
+    def books(self) -> tuple[SequenceSnapshot, ...]:
+        """Give what every sequence that holds something must hold in a new worker."""
+        return tuple(row.book() for row in self.rows if row.tokens or row.encoder_tokens)
+
+    def state_of(self, row: SequenceRow) -> str:
+        """Say what a sequence is doing: idle, reading, generating or ending."""
+        job = None if row.stream is None else self.jobs[row.stream]
+        return "idle" if job is None else "ending" if job.is_over else "generating" if job.drawn else "reading"
+
+    # ---- streams come and go ----
+
+    def add(self, job: StreamJob) -> None:
+        """Take a stream that waits for a sequence."""
+        self.jobs[job.number] = job
+        self._queue.append(job.number)
+
+    def startable(self) -> tuple[Start, ...]:
+        """Put streams that wait on idle sequences, in their order.
+
+        Returns:
+            The orders for it.
+        """
+        starts = []
+        while self._queue:
+            job = self.jobs[self._queue[0]]
+            row = choose_row(self.rows, job.prompt)
+            if row is None:
+                break
+            self._queue.popleft()
+            starts.append(self._put(job, row))
+        return tuple(starts)
+
+    def finish(self, number: int) -> bool:
+        """Note that a stream's client has its last event.
+
+        Returns:
+            Whether a worker is still at it, so that it has to be halted or to say that it has ended.
+        """
+        job = self.jobs.get(number)
+        if job is None or job.is_over:
+            return False
+        if self._has_worker and job.seq_id is not None:
+            job.is_over = True
+            return True
+        del self.jobs[number]
+        if job.seq_id is None:
+            self._queue.remove(number)
+        else:
+            self.rows[job.seq_id].stream = None
+        return False
+
+    def _put(self, job: StreamJob, row: SequenceRow) -> Start:
+        """Give a sequence to a stream; from now on it holds what both have in common, and no more is sure."""
+        self._touch(row)
+        row.stream, job.seq_id = job.number, row.seq_id
+        whole = [*job.prompt, *job.drawn]
+        n_common = common(row.tokens, whole)
+        row.is_pending = row.is_pending and n_common == len(row.tokens)
+        del row.tokens[n_common:]
+        row.sampler, row.n_draws = job.sampler, job.n_draws
+        return job.start(row.seq_id)
+
+    # ---- what a worker tells ----
+
+    def reading(self, report: Reading) -> StreamJob | None:
+        """Book how far a prompt has been read.
+
+        Returns:
+            The job; None where its client is gone.
+
+        Raises:
+            ReportWrong: it cannot be.
+        """
+        job, row = self._on_row(report.stream, "a prompt")
+        n_whole = len(job.prompt) + len(job.drawn)
+        if not 0 <= report.n_reused <= report.n_done <= n_whole:
+            raise ReportWrong(f"{report.n_done} tokens read of {n_whole}, {report.n_reused} of them held before")
+        if job.drawn:
+            # A stream that goes on: what was drawn stays booked, whatever of it is read again.
+            return None if job.is_over else job
+        row.tokens[:] = job.prompt[: report.n_done]
+        row.is_pending = False
+        self._touch(row)
+        if job.n_reused is None:
+            job.n_reused = report.n_reused
+        job.prompt_ms = job.read_before_ms + report.ms
+        self._last_read = (report.n_done - report.n_reused, report.ms)
+        return None if job.is_over else job
+
+    def step(self, report: Step) -> list[tuple[StreamJob, Drawn]]:
+        """Book the tokens of a decode.
+
+        Returns:
+            Those whose clients wait for them.
+
+        Raises:
+            ReportWrong: it cannot be.
+        """
+        delivered = []
+        for drawn in report.tokens:
+            job, row = self._on_row(drawn.stream, "a token")
+            if job.is_ended:
+                raise ReportWrong(f"a token of stream {job.number} after the one that ended it")
+            if drawn.n_draws < job.n_draws:
+                raise ReportWrong(f"{drawn.n_draws} random draws of stream {job.number}, and {job.n_draws} before")
+            if not job.drawn:
+                # Its first token proves that the prompt was read, whether that was reported or not.
+                row.tokens[:] = job.prompt
+            row.tokens.append(drawn.token)
+            row.is_pending = True
+            row.n_draws = job.n_draws = drawn.n_draws
+            job.drawn.append(drawn.token)
+            job.is_ended = drawn.is_end
+            job.generate_ms += report.ms
+            job.n_losses = 0
+            self._touch(row)
+            if not job.is_over:
+                delivered.append((job, drawn))
+        self._steps.append((len(report.tokens), report.ms))
+        return delivered
+
+    def ended(self, report: Ended) -> StreamJob | None:
+        """Free the sequence of a stream that is over.
+
+        Returns:
+            The job; None where its client has been told already.
+
+        Raises:
+            ReportWrong: it cannot be.
+        """
+        job, row = self._on_row(report.stream, "an end")
+        row.stream = None
+        self._touch(row)
+        del self.jobs[job.number]
+        return None if job.is_over else job
+
+    def forgot(self, seq_id: int) -> None:
+        """Empty a sequence that had to make room; one that was given to a stream meanwhile is filled by it anyway.
+
+        Raises:
+            ReportWrong: there is no such sequence.
+        """
+        if not 0 <= seq_id < len(self.rows):
+            raise ReportWrong(f"sequence {seq_id} was emptied, which is not there")
+        if self.rows[seq_id].stream is None:
+            self.rows[seq_id] = SequenceRow(seq_id)
+            self.version += 1
+
+    # ---- a worker is gone, another one comes ----
+
+    def lost(self, *, had_started: bool) -> None:
+        """Note that the worker is gone: what it was told to end has ended, what it read in part may be read again.
+
+        Args:
+            had_started: it had been given the streams that are running.
+        """
+        self._has_worker = False
+        for row in self.rows:
+            if row.stream is None:
+                continue
+            job = self.jobs[row.stream]
+            if job.is_over:
+                row.stream = None
+                del self.jobs[job.number]
+            else:
+                job.read_before_ms = job.prompt_ms
+                job.n_losses += had_started
+
+    def resume(self) -> tuple[list[Start], list[StreamJob]]:
+        """Let a new worker go on with what was running.
+
+        Returns:
+            The orders for it, and the jobs that turn out to be complete: only their end was not reported.
+        """
+        self._has_worker = True
+        complete = [job for job in self.running if job.is_complete]
+        for job in complete:
+            if job.seq_id is not None:
+                self.rows[job.seq_id].stream = None
+            del self.jobs[job.number]
+        return [self._put(job, self.rows[job.seq_id]) for job in self.running if job.seq_id is not None], complete
+
+    def replace(self, books: Sequence[SequenceSnapshot]) -> None:
+        """Hold what a restored file holds.
+
+        Raises:
+            ReportWrong: a sequence that there is not, or a stream is on one.
+        """
+        if self.is_working:
+            raise ReportWrong("all sequences were replaced while streams were on them")
+        self.resize(len(self.rows), empty=True)
+        for book in books:
+            if not 0 <= book.seq_id < len(self.rows):
+                raise ReportWrong(f"sequence {book.seq_id} of {len(self.rows)}")
+            self.rows[book.seq_id] = SequenceRow(
+                book.seq_id, list(book.tokens), book.is_pending, book.sampler, book.n_draws, book.encoder_tokens
+            )
+            self._touch(self.rows[book.seq_id])
+        self.version += 1
+
+    def resize(self, n_seq_max: int, *, empty: bool = False) -> list[StreamJob]:
+        """Have so many sequences from now on.
+
+        Args:
+            n_seq_max: how many.
+            empty: forget what they hold.
+
+        Returns:
+            Jobs that were on a sequence that is gone.
+        """
+        kept = [] if empty else self.rows[:n_seq_max]
+        gone = [] if empty else [row.stream for row in self.rows[n_seq_max:] if row.stream is not None]
+        self.rows = [*kept, *(SequenceRow(seq_id) for seq_id in range(len(kept), n_seq_max))]
+        return [self.jobs.pop(number) for number in gone]
+
+    def _on_row(self, number: int, what: str) -> tuple[StreamJob, SequenceRow]:
+        job = self.jobs.get(number)
+        row = None if job is None or job.seq_id is None else self.rows[job.seq_id]
+        if job is None or row is None or row.stream != number:
+            raise ReportWrong(f"{what} of stream {number}, which is on no sequence")
+        return job, row
+
+    def _touch(self, row: SequenceRow) -> None:
+        self._clock += 1
+        self.version += 1
+        row.used_at = self._clock
+
+
+def choose_row(rows: Sequence[SequenceRow], prompt: Sequence[int]) -> SequenceRow | None:
+    """Choose the idle sequence for a prompt.
+
+    Args:
+        rows: all sequences.
+        prompt: the whole prompt.
+
+    Returns:
+        The one that holds the most of the prompt's beginning, where that is worth it; else the one that was unused for
+        longest, empty ones first. None where none is idle.
+    """
+    idle = [row for row in rows if row.stream is None]
+    if not idle:
+        return None
+    held = [common(row.tokens, prompt) for row in idle]
+    most = max(held)
+    if most and most >= _WORTH_KEEPING * len(prompt):
+        # Of equals the one that has the least to lose.
+        return min((row for row, n in zip(idle, held, strict=True) if n == most), key=lambda row: len(row.tokens))
+    return min(idle, key=lambda row: (bool(row.tokens), row.used_at, row.seq_id))
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Count the tokens with which both begin."""
+    low, high = 0, min(len(one), len(other))
+    # Comparing slices is done in C: a few of them are quicker than a loop over a long prompt.
+    while low < high:
+        middle = (low + high + 1) // 2
+        if list(one[low:middle]) == list(other[low:middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _rate(n: int, ms: float) -> float | None:
+    return n / ms * 1e3 if n and ms else None

@@ -1,0 +1,142 @@
+"""Orders that wait for their answer, and what becomes of them when the worker is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from splitctl.errors import SplitctlError
+from splitctl.host.ledger import ReportWrong
+from splitctl.ipc.jobs import Fault
+from splitctl.ipc.orders import Check, Failed, Order, Restore, Save, Switch, Tokenize
+
+Numbered = Tokenize | Switch | Check | Save | Restore
+
+
+class OrderFailed(SplitctlError):
+    """The worker could not carry out an order, or was lost over it; the session is as it was."""
+
+    def __init__(self, fault: Fault, name: str, message: str, body: dict[str, Any] | None = None) -> None:
+        """Build from the worker's answer.
+
+        Args:
+            fault: whose fault.
+            name: the error's class name.
+            message: one line for a person.
+            body: what is known besides.
+        """
+        self.fault = fault
+        self.name = name
+        self.message = message
+        self.body = body or {}
+        super().__init__(fault, name, message, self.body)
+
+    def __str__(self) -> str:
+        """Give the worker's line."""
+        return self.message
+
+
+class OnLoss(enum.Enum):
+    """What becomes of an order when the worker is lost over it."""
+
+    FAIL = "it fails"
+    REPEAT = "the next worker gets it"
+    HOLD = "whoever follows it answers it"
+
+
+@dataclass(slots=True)
+class _Waiting:
+    order: Numbered
+    answer: asyncio.Future[Any]
+    on_loss: OnLoss
+    is_sent: bool = False
+
+
+class PendingOrders:
+    """The orders of one session that wait for an answer.
+
+    Thread: the supervisor's loop.
+    """
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self._waiting: dict[int, _Waiting] = {}
+        self._n_given = 0
+
+    @property
+    def is_expecting(self) -> bool:
+        """Whether a worker owes an answer."""
+        return any(one.is_sent for one in self._waiting.values())
+
+    def is_expecting_one_of(self, *kinds: type) -> bool:
+        """Whether a worker owes an answer to an order of one of these kinds."""
+        return any(one.is_sent and isinstance(one.order, kinds) for one in self._waiting.values())
+
+    def number(self) -> int:
+        """Give the next number of an order."""
+        self._n_given += 1
+        return self._n_given
+
+    def put(self, order: Numbered, on_loss: OnLoss) -> asyncio.Future[Any]:
+        """Take an order that is to be sent.
+
+        Returns:
+            Its answer to be: the report, or OrderFailed.
+        """
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        # Somebody who stopped waiting is no error.
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._waiting[order.order] = _Waiting(order, answer, on_loss)
+        return answer
+
+    def unsent(self) -> Sequence[Order]:
+        """Give the orders that no worker has, in their order; they count as sent from now on."""
+        orders = [one.order for one in self._waiting.values() if not one.is_sent]
+        for one in self._waiting.values():
+            one.is_sent = True
+        return orders
+
+    def answer(self, number: int, report: object) -> None:
+        """Pass an answer on.
+
+        Raises:
+            ReportWrong: nobody waits for one of that number.
+        """
+        waiting = self._waiting.pop(number, None)
+        if waiting is None or not waiting.is_sent:
+            raise ReportWrong(f"an answer to order {number}, which nobody gave")
+        if waiting.answer.done():
+            return
+        if isinstance(report, Failed):
+            waiting.answer.set_exception(OrderFailed(report.fault, report.name, report.message, report.body))
+        else:
+            waiting.answer.set_result(report)
+
+    def lost(self, reason: str) -> None:
+        """Note that the worker is gone."""
+        for number, one in list(self._waiting.items()):
+            if one.is_sent and one.on_loss is OnLoss.FAIL:
+                what = type(one.order).__name__.lower()
+                message = f"{what} failed: {reason}; the session goes on, try again"
+                self._fail(number, OrderFailed(Fault.INTERNAL, "WorkerLost", message))
+            elif one.on_loss is OnLoss.REPEAT:
+                one.is_sent = False
+
+    def fail(self, error: SplitctlError, kinds: tuple[type, ...] = ()) -> None:
+        """Give up on orders that wait.
+
+        Args:
+            error: why.
+            kinds: those alone; none: all of them but those that are held.
+        """
+        for number, one in list(self._waiting.items()):
+            if isinstance(one.order, kinds) if kinds else one.on_loss is not OnLoss.HOLD:
+                self._fail(number, error)
+
+    def _fail(self, number: int, error: SplitctlError) -> None:
+        waiting = self._waiting.pop(number)
+        if not waiting.answer.done():
+            waiting.answer.set_exception(error)

@@ -1,0 +1,515 @@
+"""What the supervisor orders a serving worker to do, and what the worker reports: the words of a hosted session.
+
+Laws:
+    1. The supervisor owns the session: what a report has told is kept there, so a worker may be gone after any of them.
+    2. A worker takes orders between two decodes, in the order in which they came.
+    3. Every order with an ``order`` number is answered by exactly one report with that number, Failed included; a
+       stream is answered by Ended. Other reports come on the way.
+    4. A token is drawn once: what was reported is never drawn again, what was not reported was never drawn.
+    5. A session that is parked ends its worker with a Failure of fault "parked" and ``parked_at`` in its body; no
+       stream has ended by that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from splitctl.carry.seal import Seal
+from splitctl.carry.sequence import SamplerSpec
+from splitctl.ipc.jobs import Fault
+from splitctl.placement import Placement
+
+#: A longer line is no message of ours [bytes].
+MAX_LINE_BYTES = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """A LoRA file that is loaded with the model and travels with every switch.
+
+    Attributes:
+        path: the GGUF.
+        scale: how strongly it is applied.
+    """
+
+    path: Path
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSnapshot:
+    """What one sequence holds, as far as the supervisor was told.
+
+    Attributes:
+        seq_id: its id in the context.
+        tokens: everything read and drawn, oldest first.
+        is_pending: the newest token was drawn and delivered, and has not been decoded yet.
+        sampler: how the next token is drawn; None: not said yet.
+        n_draws: random draws made since the seed was set.
+        encoder_tokens: what an encoder-decoder's encoder read.
+    """
+
+    seq_id: int
+    tokens: tuple[int, ...]
+    is_pending: bool = False
+    sampler: SamplerSpec | None = None
+    n_draws: int = 0
+    encoder_tokens: tuple[int, ...] = ()
+
+
+# ---- orders ----
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Load the model and serve; the first order. Answered by Opened, or by a Failure that ends the worker.
+
+    Attributes:
+        placement: where and how.
+        adapters: LoRA files.
+        force: open also what only a try in a child process speaks against.
+        seal: a sealed carry to begin with; None: begin from the books alone.
+        books: what each sequence must hold in the end; sequences of the seal that are not in it are forgotten.
+    """
+
+    placement: Placement
+    adapters: tuple[AdapterFile, ...] = ()
+    force: bool = False
+    seal: Seal | None = None
+    books: tuple[SequenceSnapshot, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenize:
+    """Turn a text, or a chat through the model's template, into tokens. Answered by Tokenized.
+
+    Attributes:
+        order: number of the order.
+        text: the text; None for a chat.
+        messages: a chat: objects with role and content; None for a text.
+        add_special: put the model's first token before a text.
+        parse_special: let names of special tokens in a text be those tokens.
+    """
+
+    order: int
+    text: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    add_special: bool = True
+    parse_special: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Make a sequence hold these tokens and generate after them. Answered by Ended, whenever that is.
+
+    Attributes:
+        stream: number of the stream; reports carry it.
+        seq_id: the sequence; what it holds is reused as far as it is the beginning of ``tokens``.
+        tokens: the whole prompt; with tokens of the stream that were delivered before a worker was lost.
+        sampler: how to draw, its seed a number.
+        n_predict: most tokens to generate; negative: until the model ends or the context is full.
+        n_draws: random draws that the stream has made before.
+        is_pending: the newest of ``tokens`` was drawn and delivered already.
+        n_delivered: how many of ``tokens`` were; only an encoder-decoder needs it, whose encoder reads the others.
+    """
+
+    stream: int
+    seq_id: int
+    tokens: tuple[int, ...]
+    sampler: SamplerSpec
+    n_predict: int = -1
+    n_draws: int = 0
+    is_pending: bool = False
+    n_delivered: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Halt:
+    """End a stream; its sequence keeps what it holds. Answered by Ended, unless that was on its way.
+
+    Attributes:
+        stream: number of the stream.
+    """
+
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """Move the session. Answered by Switched; Stage and Sealed come on the way, Trial after it.
+
+    Attributes:
+        order: number of the order.
+        target: the whole placement.
+        proof: bytes, positions or off.
+        convert: whether the carry may be converted.
+        force: whether it goes on in spite of what only a try speaks against.
+    """
+
+    order: int
+    target: Placement
+    proof: str = "bytes"
+    convert: bool = True
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Say what a switch would do, without doing it. Answered by Checked.
+
+    Attributes:
+        order: number of the order.
+        target: the whole placement.
+        convert: whether the carry may be converted.
+        force: as for a switch.
+    """
+
+    order: int
+    target: Placement
+    convert: bool = True
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Write the whole session to a carry file. Answered by Saved.
+
+    Attributes:
+        order: number of the order.
+        path: the file, absolute.
+    """
+
+    order: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Replace all that the session holds with a file. Answered by Replaced.
+
+    Attributes:
+        order: number of the order.
+        path: a carry, or a session or slot file of llama.cpp; absolute.
+    """
+
+    order: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """End the session and the worker; answered by the last event."""
+
+
+Order = Open | Tokenize | Start | Halt | Switch | Check | Save | Restore | Close
+
+ORDERS: Mapping[str, type] = {
+    "open": Open,
+    "tokenize": Tokenize,
+    "start": Start,
+    "halt": Halt,
+    "switch": Switch,
+    "check": Check,
+    "save": Save,
+    "restore": Restore,
+    "close": Close,
+}
+
+
+# ---- reports ----
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The session serves.
+
+    Attributes:
+        placement: where, with what the library resolved.
+        model: what a client may want to know: path, name, architecture, n_layer, n_vocab, n_ctx_train, weight_bytes,
+            has_chat_template, build (the library's).
+        recomputed: tokens were read again for it.
+        reason: why; empty where they were not.
+        load_ms: time to load and build, ms.
+        restore_ms: time to get the sequences back, ms; 0 without any.
+    """
+
+    placement: Placement
+    model: dict[str, Any]
+    recomputed: bool = False
+    reason: str = ""
+    load_ms: float = 0.0
+    restore_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """Tokens of a text.
+
+    Attributes:
+        order: number of the order.
+        tokens: the tokens.
+    """
+
+    order: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How far a stream's prompt has been read.
+
+    Attributes:
+        stream: number of the stream.
+        n_done: tokens of the prompt that the sequence holds, those reused included.
+        n_reused: those that it held before.
+        ms: time spent reading so far, ms.
+    """
+
+    stream: int
+    n_done: int
+    n_reused: int
+    ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One token of a stream.
+
+    Attributes:
+        stream: number of the stream.
+        token: its id.
+        piece: its bytes; empty for one that ends the generation.
+        n_draws: random draws of the stream, this one included.
+        is_end: it ends the generation.
+    """
+
+    stream: int
+    token: int
+    piece: bytes
+    n_draws: int
+    is_end: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The tokens of one decode.
+
+    Attributes:
+        tokens: one for each stream that it served.
+        ms: time of the step, ms.
+    """
+
+    tokens: tuple[Drawn, ...]
+    ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A stream is over.
+
+    Attributes:
+        stream: number of the stream.
+        why: "eos", "length", "context", "halted" or "error".
+        fault: whose fault an error is.
+        message: an error's line for a person.
+    """
+
+    stream: int
+    why: str
+    fault: Fault | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Forgot:
+    """An idle sequence was emptied to make room for others.
+
+    Attributes:
+        seq_id: the sequence.
+    """
+
+    seq_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageReached:
+    """Where a switch is.
+
+    Attributes:
+        order: number of the order.
+        stage: name of the stage.
+        share: of it that is done, 0 to 1.
+    """
+
+    order: int
+    stage: str
+    share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A carry lies sealed in an arena; whatever happens to the worker now, nothing of it is lost.
+
+    Attributes:
+        seal: where.
+    """
+
+    seal: Seal
+
+
+@dataclass(frozen=True, slots=True)
+class Unsealed:
+    """What an arena held is about to be overwritten.
+
+    Attributes:
+        arena: which, 0 or 1.
+    """
+
+    arena: int
+
+
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """A switch is over, whichever way.
+
+    Attributes:
+        order: number of the order.
+        outcome: the outcome object of the contract; of a parked session with ``parked_at``.
+    """
+
+    order: int
+    outcome: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The first decode after a switch is done: the switch is confirmed, or was fallen back from.
+
+    Attributes:
+        outcome: the switch's outcome as it is now.
+    """
+
+    outcome: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What a switch would do.
+
+    Attributes:
+        order: number of the order.
+        target: the whole placement, with what is left open filled in.
+        is_unchanged: the session serves in it already.
+        reasons: why it would be refused: objects with code and text.
+        conversions: what would be converted, one phrase each.
+        state_bytes: size of the carry's state now; None where there is no memory.
+        weight_bytes: weights that would be placed again.
+        mem_available: free memory of the host, bytes.
+    """
+
+    order: int
+    target: Placement
+    is_unchanged: bool = False
+    reasons: tuple[dict[str, Any], ...] = ()
+    conversions: tuple[str, ...] = ()
+    state_bytes: int | None = None
+    weight_bytes: int | None = None
+    mem_available: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The session is in a file.
+
+    Attributes:
+        order: number of the order.
+        n_bytes: its size.
+    """
+
+    order: int
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """The session holds what a file held.
+
+    Attributes:
+        order: number of the order.
+        books: what every sequence holds now.
+        conversions: what was rewritten.
+        recomputed: the tokens were read again.
+        reason: why.
+    """
+
+    order: int
+    books: tuple[SequenceSnapshot, ...]
+    conversions: tuple[str, ...] = ()
+    recomputed: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An order could not be carried out; the session is as it was.
+
+    Attributes:
+        order: number of the order.
+        fault: whose fault.
+        name: the error's class name.
+        message: one line for a person.
+        body: what is known besides.
+    """
+
+    order: int
+    fault: Fault
+    name: str
+    message: str
+    body: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """Work goes on inside the library; sent at most about once a second, so that silence means that it hangs."""
+
+
+Report = (
+    Opened
+    | Tokenized
+    | Reading
+    | Step
+    | Ended
+    | Forgot
+    | StageReached
+    | Sealed
+    | Unsealed
+    | Switched
+    | Trial
+    | Checked
+    | Saved
+    | Replaced
+    | Failed
+    | Alive
+)
+
+REPORTS: Mapping[str, type] = {
+    "opened": Opened,
+    "tokenized": Tokenized,
+    "reading": Reading,
+    "step": Step,
+    "ended": Ended,
+    "forgot": Forgot,
+    "stage": StageReached,
+    "sealed": Sealed,
+    "unsealed": Unsealed,
+    "switched": Switched,
+    "trial": Trial,
+    "checked": Checked,
+    "saved": Saved,
+    "replaced": Replaced,
+    "failed": Failed,
+    "alive": Alive,
+}

@@ -1,0 +1,111 @@
+"""Asks the probe: from the file of verdicts where it knows, else from a child that may die of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import platformdirs
+
+from splitctl.errors import Cancelled, DeadlineExceeded, WorkerLost
+from splitctl.ipc.jobs import Failure, Fault, ProbeRequest, Result
+from splitctl.ipc.process import WorkerProcess
+from splitctl.model.facts import ModelFacts
+from splitctl.placement import Placement
+from splitctl.probing import ProbeKey, ProbeVerdict, Verdict, VerdictCache, verdict_of_death
+
+#: A try that says nothing for so long hangs [seconds]; a step of it is a load, or a few tokens.
+DEADLINE_S = 300.0
+
+
+def verdicts_file() -> Path:
+    """Name the file of verdicts, in the user's cache folder.
+
+    Returns:
+        Its path; the file may not exist.
+    """
+    return Path(platformdirs.user_cache_dir("splitctl")) / "probes.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Prober:
+    """Gives the verdict on a placement; what a session's check calls.
+
+    Attributes:
+        library: the library file that the session uses.
+        env: the environment of the children.
+        cache: the file of verdicts, or None to try every time.
+        device_names: the devices behind a placement that names none.
+        rpc: RPC servers, HOST:PORT each. One that serves this process answers no child: what may be needed is to be
+            asked before a model is placed.
+        is_cancelled: asked all the while a child runs, a silent one too; a cancelled try gives INCONCLUSIVE.
+        deadline_s: longest silence of a child, seconds.
+    """
+
+    library: Path
+    env: Mapping[str, str] = field(repr=False)
+    cache: VerdictCache | None = None
+    device_names: Sequence[str] = ()
+    rpc: tuple[str, ...] = ()
+    is_cancelled: Callable[[], bool] = lambda: False
+    deadline_s: float = DEADLINE_S
+
+    def __call__(self, model_path: Path, placement: Placement, facts: ModelFacts) -> ProbeVerdict:
+        """Give the verdict.
+
+        Args:
+            model_path: the GGUF.
+            placement: the placement to try.
+            facts: what the model's header says.
+
+        Returns:
+            The verdict, remembered or fresh.
+        """
+        known = self.known(placement, facts)
+        if known is not None:
+            return known
+        fresh = self._try(model_path, placement)
+        if self.cache is not None:
+            try:
+                self.cache.put(self._key(placement, facts), fresh)
+            except OSError:
+                # A full or read-only cache folder costs another try next time, and is no reason to refuse a switch.
+                return fresh
+        return fresh
+
+    def known(self, placement: Placement, facts: ModelFacts) -> ProbeVerdict | None:
+        """Give what is remembered of a placement, from a try or from `verify`.
+
+        Args:
+            placement: the placement.
+            facts: what the model's header says.
+
+        Returns:
+            The verdict; None where nothing is remembered.
+        """
+        return self.cache.get(self._key(placement, facts)) if self.cache is not None else None
+
+    def _key(self, placement: Placement, facts: ModelFacts) -> ProbeKey:
+        """Collect what a verdict depends on."""
+        return ProbeKey.of(self.library, facts, placement, self.device_names, self.rpc)
+
+    def _try(self, model_path: Path, placement: Placement) -> ProbeVerdict:
+        """Run the try in a child."""
+        with WorkerProcess(ProbeRequest(model_path, self.library, placement, self.rpc), env=self.env) as worker:
+            try:
+                for event in worker.events(deadline_s=self.deadline_s, is_cancelled=self.is_cancelled):
+                    match event:
+                        case Result():
+                            return ProbeVerdict.from_json(event.body)
+                        case Failure(fault=Fault.CANCELLED | Fault.LIBRARY | Fault.CONFIG):
+                            return ProbeVerdict(Verdict.INCONCLUSIVE, event.message)
+                        case Failure():
+                            return ProbeVerdict(Verdict.FAILS, event.message)
+            except Cancelled:
+                return ProbeVerdict(Verdict.INCONCLUSIVE, "the try was cancelled")
+            except WorkerLost as error:
+                return verdict_of_death(error.how, worker.stage, error.log_tail)
+            except DeadlineExceeded as error:
+                return ProbeVerdict(Verdict.DIES, f"it hangs: {error}")
+        return ProbeVerdict(Verdict.INCONCLUSIVE, "the try ended without an answer")

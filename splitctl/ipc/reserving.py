@@ -1,0 +1,117 @@
+"""Asks a library what it would allocate: in a child, which may die of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from splitctl.errors import DeadlineExceeded, SplitctlError, WorkerLost
+from splitctl.ipc.jobs import Failure, Fault, Partial, ReserveRequest, Result
+from splitctl.ipc.process import WorkerProcess
+from splitctl.last_words import telling_line
+from splitctl.placement import Placement
+from splitctl.planning.reservation import Reservation
+
+#: A dry run that says nothing for so long hangs [seconds]; it reads a header, and loads nothing.
+DEADLINE_S = 60.0
+
+
+class LibraryMissing(SplitctlError):
+    """The library could not be asked at all."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        """Build from what the child said.
+
+        Args:
+            kind: the error's class name there.
+            message: its text, with what to do.
+        """
+        self.kind = kind
+        self.message = message
+        super().__init__(kind, message)
+
+    def __str__(self) -> str:
+        """Say what the child said."""
+        return self.message
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """What a dry run came to.
+
+    Attributes:
+        reservations: what the library would take, one a size; empty where it cannot say.
+        why: why there are none, or fewer than sizes; empty when there are all.
+        library: path, version, max_devices, can_reserve, has_nccl and devices, as the child told them.
+    """
+
+    reservations: tuple[Reservation, ...]
+    why: str
+    library: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reserver:
+    """Plans buffers of one model with one library, each placement in a child of its own.
+
+    Attributes:
+        model: the GGUF.
+        library: the library file, or None to look for one.
+        env: the environment of the children.
+        rpc: RPC servers whose devices are added, HOST:PORT each.
+        deadline_s: longest silence of a child, seconds.
+    """
+
+    model: Path
+    library: Path | None
+    env: Mapping[str, str] = field(repr=False)
+    rpc: tuple[str, ...] = ()
+    deadline_s: float = DEADLINE_S
+
+    def __call__(self, placement: Placement, sizes: Sequence[tuple[int, int, int]] = ()) -> Reserved:
+        """Plan contexts of several sizes in one placement.
+
+        Args:
+            placement: the placement; the sizes of its context are replaced.
+            sizes: context, batch and micro-batch of each, tokens; none: ask for the library alone.
+
+        Returns:
+            The reservations; what a build cannot plan is missing, and says why.
+
+        Raises:
+            LibraryMissing: no library can be used.
+        """
+        library: Mapping[str, Any] = {}
+        why = ""
+        found: tuple[Reservation, ...] = ()
+        request = ReserveRequest(self.model, self.library, placement, tuple(sizes), self.rpc)
+        with WorkerProcess(request, env=self.env) as worker:
+            try:
+                for event in worker.events(deadline_s=self.deadline_s):
+                    match event:
+                        case Partial():
+                            library = event.body["library"]
+                        case Result():
+                            library = event.body["library"]
+                            found = tuple(Reservation.from_json(one) for one in event.body["reservations"])
+                        case Failure():
+                            if not library:
+                                raise LibraryMissing(event.kind, event.message)
+                            why = (
+                                event.message if event.fault is not Fault.INTERNAL else f"{event.kind}: {event.message}"
+                            )
+            except WorkerLost as error:
+                why = f"the dry run {error.how}: {telling_line(error.log_tail) or 'it said nothing'}"
+            except DeadlineExceeded as error:
+                why = f"the dry run hangs: {error}"
+        if not library:
+            raise LibraryMissing(
+                "WorkerLost", f"{why or 'the child gave no answer'}; splitctl doctor shows the library"
+            )
+        if sizes and not library["can_reserve"]:
+            why = f"{library['version']} cannot plan without loading"
+        elif len(found) < len(sizes) and not why:
+            why = f"the library refused {len(sizes) - len(found)} of {len(sizes)} sizes"
+        return Reserved(found, why, library)

@@ -1,0 +1,55 @@
+"""Stop texts in an answer that comes in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopTexts:
+    """Finds stop texts in a stream of pieces, and holds back what may still become one."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        """Take the texts.
+
+        Args:
+            texts: none of them empty.
+        """
+        self._needles = [text.encode("utf-8") for text in texts]
+        self._held = b""
+        self.hit = False
+
+    def feed(self, piece: bytes) -> bytes:
+        """Take the next piece.
+
+        Args:
+            piece: bytes of the answer.
+
+        Returns:
+            What is certain to belong to the answer; after a hit, what comes before the stop text.
+        """
+        if not self._needles:
+            return piece
+        self._held += piece
+        ends = [at for needle in self._needles if (at := self._held.find(needle)) >= 0]
+        if ends:
+            self.hit = True
+            out, self._held = self._held[: min(ends)], b""
+            return out
+        keep = max(self._overlap(needle) for needle in self._needles)
+        at = len(self._held) - keep
+        out, self._held = self._held[:at], self._held[at:]
+        return out
+
+    def rest(self) -> bytes:
+        """Give what was held back, at the end of the stream.
+
+        Returns:
+            The bytes; empty after a hit.
+        """
+        out, self._held = self._held, b""
+        return out
+
+    def _overlap(self, needle: bytes) -> int:
+        """Count the bytes at the end of what is held that begin a stop text."""
+        most = min(len(needle) - 1, len(self._held))
+        return next((n for n in range(most, 0, -1) if self._held.endswith(needle[:n])), 0)

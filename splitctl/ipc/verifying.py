@@ -1,0 +1,270 @@
+"""Runs the cells of `verify`, each in a child that may die of it, and remembers what came of them.
+
+Laws:
+    1. A cell's end is a finding, whichever it is; only the reference's failure ends the whole.
+    2. What is found is remembered under the very key that a session's check looks up, so the rules know it.
+    3. A cancel ends the child at once, and what was found before it stays found.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from splitctl.errors import Cancelled, DeadlineExceeded, WorkerLost
+from splitctl.ipc.jobs import Failure, Fault, Partial, Progress, Result, VerifyRequest
+from splitctl.ipc.process import WorkerProcess
+from splitctl.last_words import telling_line
+from splitctl.model.facts import ModelFacts
+from splitctl.outcome import to_plain
+from splitctl.placement import FlashAttn, Placement
+from splitctl.probing import ProbeKey, ProbeVerdict, Verdict, VerdictCache, verdict_of_death
+from splitctl.probing.comparing import MAX_KEPT_BYTES
+from splitctl.probing.matrix import Cell
+
+_SIGNAL = re.compile(r"signal (\d+) \((\w+)\)")
+#: How the library says what it aborts for: file:line: GGML_ASSERT(...) failed, or the words of a GGML_ABORT.
+_ASSERT = re.compile(r"([^\s/]+\.\w+:\d+: .+)")
+_NUMBERS = ("nmse", "nmse_worst", "same_cache_nmse", "same_cache_nmse_worst", "top1_agreement", "perplexity")
+
+_FLOAT_BYTES = 4
+
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What is verified.
+
+    Attributes:
+        model: the GGUF.
+        facts: what its header says.
+        library: the library file, or None to look for one.
+        rpc: RPC servers whose devices are added, HOST:PORT each.
+        cells: what is tried, in order; the first is the reference.
+        text: what is read.
+        n_tokens: most tokens of it.
+        n_generate: tokens generated after it.
+        deadline_s: longest silence of a child, seconds.
+    """
+
+    model: Path
+    facts: ModelFacts
+    library: Path | None
+    rpc: tuple[str, ...]
+    cells: tuple[Cell, ...]
+    text: str
+    n_tokens: int
+    n_generate: int
+    deadline_s: float
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """What was found.
+
+    Attributes:
+        library: the library's path, version and devices, as the first child told them; empty while none has.
+        cells: what came of each cell that was tried, plain values.
+        failure: why nothing could be tried; None otherwise.
+        is_cancelled: whether it was stopped before the end.
+        remembered: how many verdicts the cache took.
+    """
+
+    library: Found = field(default_factory=dict)
+    cells: list[Found] = field(default_factory=list)
+    failure: Failure | None = None
+    is_cancelled: bool = False
+    remembered: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Verifier:
+    """Tries cells one after the other.
+
+    Attributes:
+        env: the environment of the children.
+        cache: the file of verdicts that the rules read; None: nothing is remembered.
+        on_progress: told what is being done.
+        on_cell: told what came of a cell.
+        on_output: told every line that a child or the library prints.
+        is_cancelled: asked all the while.
+    """
+
+    env: Mapping[str, str] = field(repr=False)
+    cache: VerdictCache | None = None
+    on_progress: Callable[[Progress], None] = lambda _: None
+    on_cell: Callable[[Found], None] = lambda _: None
+    on_output: Callable[[str], None] = lambda _: None
+    is_cancelled: Callable[[], bool] = lambda: False
+
+    def __call__(self, what: Verification) -> VerifyReport:
+        """Try every cell.
+
+        Args:
+            what: what is verified.
+
+        Returns:
+            What was found, as far as it came.
+
+        Raises:
+            OSError: there is no room for a file, or no child can be started.
+        """
+        report = VerifyReport()
+        with tempfile.TemporaryDirectory(prefix="splitctl-verify-") as folder:
+            _demand_room(what, Path(folder))
+            try:
+                for number, cell, files in _with_files(what.cells, Path(folder)):
+                    found = self._try(what, cell, number, files, report)
+                    if report.failure is not None:
+                        return report
+                    report.cells.append(found)
+                    files.judge(found)
+                    self._remember(what, cell, found, report)
+                    self.on_cell(found)
+                    if number == 0 and found["verdict"] != Verdict.OK.value:
+                        return report
+            except Cancelled:
+                report.is_cancelled = True
+        return report
+
+    def _try(self, what: Verification, cell: Cell, number: int, files: _Files, report: VerifyReport) -> Found:
+        """Run one cell in a child and tell its end."""
+        found: Found = {**_described(cell), "verdict": Verdict.INCONCLUSIVE.value, "why": "", "end": None}
+        stage = f"{number + 1} of {len(what.cells)}"
+        self.on_progress(Progress(stage, number / len(what.cells), cell.label()))
+        request = VerifyRequest(
+            model=what.model, library=what.library, placement=cell.placement, rpc=what.rpc, text=what.text,
+            n_tokens=what.n_tokens, n_generate=what.n_generate, reference=files.reference, twin=files.twin,
+            keep=files.keep,
+        )  # fmt: skip
+        started = time.monotonic()
+        with WorkerProcess(request, env=self.env, on_output=self.on_output) as worker:
+            try:
+                for event in worker.events(deadline_s=what.deadline_s, is_cancelled=self.is_cancelled):
+                    match event:
+                        case Progress():
+                            share = (number + (event.done or 0.0)) / len(what.cells)
+                            self.on_progress(Progress(f"{stage}, {event.stage}", share))
+                        case Partial() | Result():
+                            report.library = event.body.pop("library", report.library)
+                            found.update(event.body)
+                        case Failure(fault=Fault.CANCELLED):
+                            raise Cancelled(cell.label())
+                        case Failure() if number == 0:
+                            report.failure = event
+                        case Failure():
+                            end = {"by": "return", "function": event.kind, "code": None, "said": event.message}
+                            found |= {"verdict": Verdict.FAILS.value, "why": event.message, "end": end}
+            except WorkerLost as error:
+                found |= _death(error, worker.stage)
+            except DeadlineExceeded as error:
+                found |= _hang(error, worker.stage, worker.tail)
+        found["seconds"] = time.monotonic() - started
+        return found
+
+    def _remember(self, what: Verification, cell: Cell, found: Found, report: VerifyReport) -> None:
+        """Keep the verdict where the rules look for it."""
+        if self.cache is None or not report.library:
+            return
+        devices = tuple(report.library["devices"])
+        library = Path(report.library["path"])
+        # A session that runs names the choice that was made, one that opens may leave it open.
+        flash = FlashAttn(found["flash_attn"]) if "flash_attn" in found else cell.placement.flash_attn
+        keys = dict.fromkeys(
+            ProbeKey.of(library, what.facts, one, devices, what.rpc)
+            for one in (cell.placement, cell.placement.changed(flash_attn=flash))
+        )
+        numbers = {name: float(found[name]) for name in _NUMBERS if found.get(name) is not None}
+        verdict = ProbeVerdict(Verdict(found["verdict"]), found["why"], numbers)
+        try:
+            kept = [self.cache.put(key, verdict) for key in keys]
+            report.remembered += any(kept)
+        except OSError:
+            # A full or read-only cache folder: what was found is told all the same, and the count says so.
+            return
+
+
+def _demand_room(what: Verification, folder: Path) -> None:
+    """Refuse where the logits of two references do not fit: better than a child that fails of it."""
+    wanted = 2 * min(what.n_tokens * max(what.facts.n_vocab, 1) * _FLOAT_BYTES, MAX_KEPT_BYTES)
+    free = shutil.disk_usage(folder).free
+    if free < wanted:
+        text = f"logits want {wanted} bytes and {free} are free; set TMPDIR to a folder with room, or lower --tokens"
+        raise OSError(errno.ENOSPC, text, str(folder.parent))
+
+
+@dataclass(slots=True)
+class _Files:
+    """The files of logits that a cell reads and writes.
+
+    Attributes:
+        reference: of the first reference.
+        twin: of the reference with this cell's cache types, where that is another one.
+        keep: where this cell's go.
+        kept: pairs of cache types whose reference is sound, with its file.
+    """
+
+    reference: Path | None
+    twin: Path | None
+    keep: Path | None
+    types: tuple[str, str]
+    kept: dict[tuple[str, str], Path]
+
+    def judge(self, found: Found) -> None:
+        """Keep a reference's logits only if it is sound."""
+        if self.keep is not None and found["verdict"] == Verdict.OK.value:
+            self.kept[self.types] = self.keep
+
+
+def _with_files(cells: Sequence[Cell], folder: Path) -> Iterator[tuple[int, Cell, _Files]]:
+    """Go through the cells with their files; those of a pair of types that is done with are removed."""
+    kept: dict[tuple[str, str], Path] = {}
+    first = cells[0].cache_types
+    for number, cell in enumerate(cells):
+        types = cell.cache_types
+        if cell.is_reference:
+            for old in [one for one in kept if one != first]:
+                kept.pop(old).unlink()
+        keep = folder / "-".join(types) if cell.is_reference else None
+        twin = kept.get(types) if types != first else None
+        yield number, cell, _Files(kept.get(first), twin, keep, types, kept)
+
+
+def _described(cell: Cell) -> Found:
+    """Say which cell it is."""
+    one: Placement = cell.placement
+    return {
+        "mode": one.mode.value,
+        "tensor_split": to_plain(one.tensor_split),
+        "type_k": one.type_k,
+        "type_v": one.type_v,
+        "cache": "devices" if one.offload_kqv else "host",
+        "reference": cell.is_reference,
+        "loads": False,
+    }
+
+
+def _death(error: WorkerLost, stage: str) -> Found:
+    """Tell how a child died, and what of."""
+    judged = verdict_of_death(error.how, stage, error.log_tail)
+    signal = _SIGNAL.search(error.how)
+    end: Found = {"by": "signal" if signal else "status", "stage": stage, "said": telling_line(error.log_tail)}
+    if signal:
+        end |= {"signal": int(signal[1]), "name": signal[2]}
+    failed = _ASSERT.search(end["said"])
+    end["assert"] = failed[1] if failed and signal else None
+    return {"verdict": judged.verdict.value, "why": judged.why, "end": end}
+
+
+def _hang(error: DeadlineExceeded, stage: str, tail: Sequence[str]) -> Found:
+    """Tell where a child hung."""
+    end = {"by": "deadline", "stage": stage, "deadline_s": error.timeout_s, "said": telling_line(tail)}
+    return {"verdict": Verdict.DIES.value, "why": f"it hangs while {stage}: {error}", "end": end}

@@ -1,0 +1,110 @@
+"""What a running session asks before it switches: does the target surely not fit, given what it will give back?
+
+Laws:
+    1. Of the target only what is certain counts: weights and cache, which the header tells to the byte. Compute buffers
+       by a formula would refuse what fits.
+    2. Everything that the session has on a device counts as given back, compute buffers by their formula too: the error
+       is on the side of trying.
+    3. Where the library chooses the shares by free memory nobody knows them before, so all its devices are one pool.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from splitctl.errors import Reason
+from splitctl.model.facts import ModelFacts
+from splitctl.outcome import DOES_NOT_FIT
+from splitctl.placement import Placement, SplitMode
+from splitctl.planning.fitting import HOST_POOL, Need, needs_of_mode
+from splitctl.planning.memory import DeviceFacts, ModePlan, Share, devices_of, plan_mode
+
+#: Paddings of backends that are not known are guessed; what is lacking by no more is not sure [parts].
+_DOUBT = 0.01
+_MIB = 1024 * 1024
+
+
+def definite_shortage(
+    facts: ModelFacts, current: Placement | None, target: Placement, machine: Sequence[DeviceFacts]
+) -> tuple[Need, ...]:
+    """Find the devices that cannot hold the target, whatever its compute buffers take.
+
+    Args:
+        facts: the model.
+        current: where the session is; None for one that is opening.
+        target: where it shall go.
+        machine: the devices with the memory that is free on each now, read once, before anything is freed.
+
+    Returns:
+        What is lacking; the free memory in it holds what the session gives back, and where the library chooses the
+        shares one need stands for all devices ("CUDA0 + CUDA1"). The host is left out: its pages of a mapped file can
+        be dropped, and the carry is judged by the rules.
+    """
+    rich = _with_given_back(facts, current, machine)
+    plan = _certain(plan_mode(facts, target, machine))
+    needs = [need for need in needs_of_mode(plan, rich) if need.pool != HOST_POOL]
+    if _is_chosen_by_library(target, machine) and len(needs) > 1:
+        known = [need.free for need in needs if need.free is not None]
+        free = sum(known) if len(known) == len(needs) else None
+        needs = [Need(" + ".join(need.pool for need in needs), sum(need.wanted for need in needs), free)]
+    return tuple(need for need in needs if need.free is not None and need.wanted * (1 - _DOUBT) > need.free)
+
+
+def shortage(
+    facts: ModelFacts, current: Placement | None, target: Placement, machine: Sequence[DeviceFacts]
+) -> tuple[Reason, ...]:
+    """Say why a target surely does not fit; see `definite_shortage`.
+
+    Returns:
+        One reason a device; empty where it may fit.
+    """
+    return tuple(
+        Reason(
+            DOES_NOT_FIT,
+            f"{need.pool} would hold at least {need.wanted / _MIB:,.0f} MiB of weights and cache in "
+            f"{target.mode.value} mode and has {(need.free or 0) / _MIB:,.0f} MiB, with what the session gives back; "
+            "take a smaller context (-c), another tensor split (-ts) or more devices, or try it with --force",
+        )
+        for need in definite_shortage(facts, current, target, machine)
+    )
+
+
+def _with_given_back(
+    facts: ModelFacts, current: Placement | None, machine: Sequence[DeviceFacts]
+) -> tuple[DeviceFacts, ...]:
+    """Count as free on each device what the session has there, and never more than the device has in all."""
+    if current is None:
+        return tuple(machine)
+    shares = plan_mode(facts, current, machine).shares
+    held: dict[str, int] = {}
+    for share in shares:
+        held[share.device] = held.get(share.device, 0) + share.total
+    if _is_chosen_by_library(current, machine):
+        # By what was free when it was placed, which is gone: any device may hold the most.
+        held = dict.fromkeys(held, sum(held.values()))
+    return tuple(
+        one if one.free is None else dataclasses.replace(one, free=_up_to(one.free + held.get(one.name, 0), one.total))
+        for one in machine
+    )
+
+
+def _up_to(n_bytes: int, total: int | None) -> int:
+    """Limit to a total, where it is known."""
+    return min(n_bytes, total) if total else n_bytes
+
+
+def _is_chosen_by_library(placement: Placement, machine: Sequence[DeviceFacts]) -> bool:
+    """Tell whether the library shares layers by the memory that it finds free."""
+    if placement.mode not in {SplitMode.LAYER, SplitMode.ROW} or any(placement.tensor_split or ()):
+        return False
+    return len(devices_of(placement, machine)) > 1
+
+
+def _certain(plan: ModePlan) -> ModePlan:
+    """Keep of a plan what the header tells to the byte."""
+
+    def bare(share: Share) -> Share:
+        return Share(share.index, share.device, weights=share.weights, cache=share.cache)
+
+    return dataclasses.replace(plan, shares=tuple(bare(share) for share in plan.shares), host=bare(plan.host))

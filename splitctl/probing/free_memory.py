@@ -1,0 +1,85 @@
+"""Asks the planner for a live session: reads the devices' free memory once, before anything is freed, if it matters."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from splitctl.planning.fit_check import shortage
+from splitctl.planning.memory import DeviceFacts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from llama_native import Device, Library
+    from splitctl.errors import Reason
+    from splitctl.model.facts import ModelFacts
+    from splitctl.placement import Placement
+
+#: Backends that go on in the host's memory when a device is full, and the variable that asks for it.
+_SPILLS = (
+    ("CUDA", "GGML_CUDA_ENABLE_UNIFIED_MEMORY"),
+    ("ROCm", "GGML_CUDA_ENABLE_UNIFIED_MEMORY"),
+    ("Vulkan", "GGML_VK_ALLOW_SYSMEM_FALLBACK"),
+    ("Vulkan", "GGML_VK_PREFER_HOST_MEMORY"),
+)
+#: Their devices share the host's memory, and their limit is a recommendation.
+_SHARED = ("Metal", "MTL")
+#: How the library marks a virtual device: several share the memory of one.
+_VIRTUAL = "(dev p"
+
+
+class FreeMemoryCheck:
+    """Says before a switch what surely does not fit; the `planner` of a session's checks.
+
+    Thread: the session's turn guards it.
+    """
+
+    def __init__(self, library: Library, facts: ModelFacts) -> None:
+        """Look at one library's devices, for one model."""
+        self._library = library
+        self._facts = facts
+
+    def __call__(self, current: Placement, target: Placement) -> tuple[Reason, ...]:
+        """Return why a target surely does not fit, given what the session gives back; empty where it may."""
+        # The question is slow on some builds. Where the target fits with nothing free, no answer could refuse it.
+        named = device_facts(self._library.devices(memory=False), self._library.env)
+        full = tuple(dataclasses.replace(one, free=0 if one.kind == "gpu" else None) for one in named)
+        if not shortage(self._facts, current, target, full):
+            return ()
+        return shortage(self._facts, current, target, device_facts(self._library.devices(), self._library.env))
+
+
+def device_facts(devices: Iterable[Device], env: Mapping[str, str]) -> tuple[DeviceFacts, ...]:
+    """Describe devices to the planner; the free memory is unknown wherever it does not limit what can be placed.
+
+    Args:
+        devices: as the library lists them, with their memory.
+        env: the environment that the library reads.
+
+    Returns:
+        Those that a placement without devices would use, and processors. The library takes integrated GPUs only where
+        it has no other, and accelerators never.
+    """
+    listed = [(one, one.kind.name.lower() if one.kind else "") for one in devices]
+    left_out = {"accel", "igpu"} if any(kind == "gpu" for _, kind in listed) else {"accel"}
+    return tuple(
+        DeviceFacts(
+            name=one.name,
+            kind=kind,
+            free=one.memory_free if _is_a_limit(one, kind, env) else None,
+            total=one.memory_total or None,
+            address=one.description if one.name.startswith("RPC") else "",
+        )
+        for one, kind in listed
+        if kind not in left_out
+    )
+
+
+def _is_a_limit(device: Device, kind: str, env: Mapping[str, str]) -> bool:
+    """Tell whether an allocation fails where the free memory ends."""
+    if kind != "gpu" or not device.memory_total or _VIRTUAL in device.description:
+        return False
+    return not device.name.startswith(_SHARED) and not any(
+        device.name.startswith(name) and variable in env for name, variable in _SPILLS
+    )

@@ -1,0 +1,312 @@
+"""Decoding for a session: prompts, drawn tokens, cuts, copies and shifts, and the trial that ends a switch.
+
+Laws:
+    1. The memory and the slots agree after every call, whether it returned or raised.
+    2. The first decode after a switch is its trial: one that fails is fallen back from, and done again in the old
+       placement.
+    3. A copy or a shift is whole when its call returns: none is left for a later decode, where a saved state would
+       miss it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from llama_native import (
+    CallFailed,
+    sequence_state_get,
+    sequence_state_set,
+    sequence_state_size,
+    state_get,
+    state_set,
+    state_size,
+)
+from splitctl.carry.sequence import SamplerSpec, no_logits, no_tokens
+from splitctl.engine.live import Batch, batches
+from splitctl.engine.sampler import Sampler
+from splitctl.errors import Cancelled, ConfigInvalid, Reason, Refused
+from splitctl.outcome import Stage
+from splitctl.placement import SplitMode
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from splitctl.engine.live import LiveSession
+    from splitctl.engine.slot import Slot
+    from splitctl.switching.switcher import Switcher
+
+
+class Decoder:
+    """Decodes for one session. Thread: the session's turn guards it."""
+
+    def __init__(self, core: LiveSession, switcher: Switcher) -> None:
+        """Decode on ``core``; ``switcher`` is told how a trial went."""
+        self._core = core
+        self._switcher = switcher
+        self._effects = switcher.effects
+
+    def begin_decoder(self, slot: Slot, tokens: Sequence[int]) -> list[int]:
+        """Give an encoder-decoder's prompt to its encoder; the decoder starts with its own first token.
+
+        Raises:
+            ConfigInvalid: the prompts of all sequences are more than the encoder reads at once.
+        """
+        self._core.check_encoder(len(tokens) + sum(int(one.encoder_tokens.size) for one in self._core.used()))
+        slot.encoder_tokens = np.array(tokens, np.int32)
+        try:
+            self.encode_again()
+        except CallFailed:
+            slot.encoder_tokens = no_tokens()
+            raise
+        return [max(self._core.decoder_start, 0)]
+
+    def encode_again(self) -> None:
+        """Run the encoder over every sequence's prompt, for the library keeps the output of its last call only.
+
+        It refuses positions that the memory holds, so what the decoder has so far steps aside meanwhile.
+        """
+        context = self._core.engine.live
+        if not any(slot.n_past for slot in self._core.used()):
+            self._core.encode()
+            return
+        held = bytearray(state_size(context))
+        n = state_get(context, held)
+        context.clear()
+        try:
+            self._core.encode()
+        finally:
+            state_set(context, memoryview(held)[:n])
+
+    def settle(self, slot: Slot) -> None:
+        """Decode a token that was drawn and delivered but is not in the memory yet."""
+        if slot.n_past < len(slot.tokens):
+            self.decode_pending([slot])
+
+    def decode_pending(self, slots: Sequence[Slot]) -> None:
+        """Decode the newest token of each sequence, which was drawn and delivered before."""
+        if not slots:
+            return
+        for slot in slots:
+            # In one buffer of cells for all they need one each.
+            self._core.check_room(slot.seq_id, len(slots) if self._core.placement.kv_unified else 1)
+        batch = Batch(
+            [slot.tokens[-1] for slot in slots],
+            [slot.n_past for slot in slots],
+            [slot.seq_id for slot in slots],
+            [True] * len(slots),
+        )
+        try:
+            rows = self._run(batch)
+        except (Cancelled, CallFailed):
+            for slot in slots:
+                self._book_what_is_held(slot, ())
+            raise
+        for index, slot in enumerate(slots):
+            slot.n_past += 1
+            self._take(slot, index, rows[index])
+
+    def decode_new(self, slot: Slot, batch: Batch, *, tell_sampler: bool = True) -> None:
+        """Decode tokens that the sequence does not have yet, and book them as far as the memory holds them."""
+        try:
+            rows = self._run(batch)
+        except (Cancelled, CallFailed):
+            self._book_what_is_held(slot, batch.tokens)
+            raise
+        if not rows:
+            slot.take_rows(no_logits(), no_tokens())
+        slot.tokens.extend(batch.tokens)
+        slot.n_past += len(batch.tokens)
+        if slot.sampler is not None and tell_sampler:
+            for token in batch.tokens:
+                slot.sampler.accept(token)
+        for index, row in rows.items():
+            self._take(slot, index, row)
+
+    def _book_what_is_held(self, slot: Slot, new: Sequence[int]) -> None:
+        """After a decode that ended early: micro-batches that were done stay in the memory, so the books follow it."""
+        core = self._core
+        if not core.has_memory or core.engine.context is None:
+            return
+        context = core.engine.live
+        n_held = context.pos_max(slot.seq_id) + 1 - slot.n_past
+        if n_held > 0 and (new or not context.seq_rm(slot.seq_id, slot.n_past, -1)):
+            slot.tokens.extend(new[:n_held])
+            slot.n_past += n_held
+            slot.take_rows(no_logits(), no_tokens())
+        self._effects.transfer.reseal()
+
+    def _take(self, slot: Slot, index: int, row: NDArray[np.float32]) -> None:
+        if self._core.facts.is_encoder_only:
+            slot.embedding = row
+            return
+        if self._core.engine.embeddings:
+            slot.embedding = np.frombuffer(self._core.engine.live.embeddings(index, slot.seq_id), np.float32)
+        slot.take_rows(row.reshape(1, -1), np.array([index], np.int32))
+
+    def _run(self, batch: Batch) -> dict[int, NDArray[np.float32]]:
+        """Decode; a trial that fails is done again in the old placement."""
+        core = self._core
+        if not self._switcher.on_trial:
+            return core.run(batch)
+        try:
+            rows = core.run(batch)
+            # An embedding decoder leaves its logits at zero.
+            wrong = "" if core.engine.embeddings else _nonsense(rows)
+        except CallFailed as error:
+            rows, wrong = {}, str(error)
+        if not wrong:
+            self._switcher.trial_succeeded()
+            return rows
+        self._switcher.trial_failed(Reason("trial-failed", f"the first decode after the switch failed: {wrong}"))
+        if self._switcher.state.stage is Stage.PARKED:
+            raise self._effects.gone(self._switcher.state)
+        return core.run(batch)
+
+    def draw(self, slot: Slot) -> int:
+        """Draw a sequence's next token from its logits, and book it.
+
+        Raises:
+            ConfigInvalid: it has no logits.
+        """
+        if not slot.has_logits:
+            raise ConfigInvalid("seq_id", slot.seq_id, "a sequence that holds a prompt with logits (prefill first)")
+        if slot.sampler is None:
+            self.set_sampler(slot, SamplerSpec())
+        sampler = slot.sampler
+        if sampler is None:
+            msg = "a sampler has just been set"
+            raise AssertionError(msg)
+        token = sampler.sample(slot.logits[-1])
+        slot.tokens.append(token)
+        return token
+
+    def set_sampler(self, slot: Slot, spec: SamplerSpec) -> None:
+        """Draw by ``spec`` from now on; the same spec again goes on where it is."""
+        if slot.sampler is not None and slot.sampler.spec == spec:
+            return
+        self.put_sampler(slot, spec, 0)
+
+    def put_sampler(self, slot: Slot, spec: SamplerSpec, n_draws: int) -> None:
+        """Give a sequence a fresh sampler that has been told its tokens and has made so many draws."""
+        fresh = Sampler(self._core.engine.library, spec, self._core.n_vocab)
+        fresh.replay(slot.tokens, n_draws)
+        old, slot.sampler = slot.sampler, fresh
+        if old is not None:
+            old.close()
+
+    def copy(self, src: Slot, dst: Slot) -> None:
+        """Let an empty sequence be what another one is, whole at once."""
+        self._copy_memory(src, dst)
+        dst.tokens = src.tokens[:]
+        dst.n_past = src.n_past
+        dst.encoder_tokens = src.encoder_tokens
+        if dst.encoder_tokens.size:
+            self.encode_again()
+        dst.take_rows(src.logits.copy(), src.output_ids.copy())
+        self._effects.transfer.reseal()
+
+    def _copy_memory(self, src: Slot, dst: Slot) -> None:
+        core = self._core
+        context = core.engine.live
+        if not core.has_memory or src.n_past == 0:
+            return
+        if core.placement.kv_unified and core.facts.architecture not in _ALWAYS_STREAMS:
+            context.seq_cp(src.seq_id, dst.seq_id)
+            return
+        # Between streams the library copies rows at the next decode only; the sequence's state is whole at once.
+        buffer = bytearray(sequence_state_size(context, src.seq_id))
+        n = sequence_state_get(context, buffer, src.seq_id)
+        sequence_state_set(context, memoryview(buffer)[:n], dst.seq_id)
+
+    def cut(self, slot: Slot, n_tokens: int) -> None:
+        """Keep a sequence's first ``n_tokens``; a memory that cannot be cut is filled from the tokens again."""
+        tokens = slot.tokens[:n_tokens]
+        kept = self.keep(slot, n_tokens - 1)
+        for batch in batches(slot.seq_id, tokens[kept:], kept, self._core.placement.n_batch, last_output=True):
+            self.decode_new(slot, batch, tell_sampler=False)
+        self._forget_draws_behind(slot)
+
+    def keep(self, slot: Slot, n_tokens: int) -> int:
+        """Cut a sequence to its first ``n_tokens``, or to none where its memory cannot be cut there; decodes nothing.
+
+        The sampler stays as it is, and so do the logits where nothing but an undecoded token goes.
+
+        Returns:
+            Tokens kept.
+        """
+        core = self._core
+        n_kept = n_tokens
+        if n_tokens < slot.n_past:
+            context = core.engine.live
+            if not core.has_memory:
+                n_kept = 0
+            elif not self._can_keep(slot, n_tokens) or not context.seq_rm(slot.seq_id, n_tokens, -1):
+                context.seq_rm(slot.seq_id)
+                n_kept = 0
+            slot.take_rows(no_logits(), no_tokens())
+        del slot.tokens[n_kept:]
+        slot.n_past = n_kept
+        self._effects.transfer.reseal()
+        return n_kept
+
+    def _can_keep(self, slot: Slot, n_tokens: int) -> bool:
+        """Tell whether the memory still holds all that a token after so many looks back at: a window moves on."""
+        oldest_seen = max(0, n_tokens - self._core.model.n_swa) if self._core.model.n_swa else 0
+        return n_tokens > 0 and 0 <= self._core.engine.live.pos_min(slot.seq_id) <= oldest_seen
+
+    def _forget_draws_behind(self, slot: Slot) -> None:
+        """Let penalties look back at the tokens that are left; the random draws go on where they were."""
+        if slot.sampler is not None:
+            self.put_sampler(slot, slot.sampler.spec, slot.sampler.n_draws)
+
+    def again(self, slot: Slot) -> None:
+        """Decode a sequence's last token again in its place."""
+        self._core.engine.live.seq_rm(slot.seq_id, slot.n_past - 1, -1)
+        slot.n_past -= 1
+        if self._switcher.on_trial:
+            self._effects.transfer.reseal()
+        self.decode_pending([slot])
+
+    def shift(self, slot: Slot, n_keep: int, n_discard: int) -> None:
+        """Drop ``n_discard`` tokens after the first ``n_keep`` and move the rest down, keys included."""
+        if self._switcher.on_trial:
+            self.again(slot)  # a shift cannot be saved before a decode has applied it, so the trial comes first
+        self.refuse_shift()  # the trial may have brought another placement back
+        context = self._core.engine.live
+        if not context.seq_rm(slot.seq_id, n_keep, n_keep + n_discard):
+            raise Refused((Reason("cannot-shift", "this memory cannot drop tokens from its middle"),))
+        self._core.pending_shift = True
+        context.seq_add(slot.seq_id, n_keep + n_discard, -1, -n_discard)
+        del slot.tokens[n_keep : n_keep + n_discard]
+        slot.n_past -= n_discard
+        # The keys follow at the next decode, so one is done now: the last token once more, in its new place.
+        self.again(slot)
+
+    def refuse_shift(self) -> None:
+        """Raise Refused where a shift would end in an abort, or cannot be."""
+        if self._core.placement.mode is SplitMode.TENSOR:
+            reason = Reason(
+                "shift-in-tensor-mode",
+                "the context cannot be shifted in tensor mode (the library's next decode would abort); "
+                "switch to layer first, or open a larger context",
+            )
+            raise Refused((reason,))
+        if not self._core.engine.live.can_shift():
+            raise Refused((Reason("cannot-shift", "this model's memory cannot be shifted; open a larger context"),))
+
+
+_ALWAYS_STREAMS = frozenset({"deepseek4"})
+"""Architectures that keep a stream for each sequence whatever is asked. Source: seen on build 11549."""
+
+
+def _nonsense(rows: Mapping[int, NDArray[np.float32]]) -> str:
+    for row in rows.values():
+        if bool(np.isnan(row).any()):
+            return "its logits are not numbers"
+        if row.size > 1 and bool((row == row[0]).all()):
+            return "its logits are all equal"
+    return ""

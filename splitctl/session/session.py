@@ -1,0 +1,447 @@
+"""An in-process session: a model that goes on serving while its split mode changes under it.
+
+Main path of a switch: ``Session.switch`` -> ``switcher.run`` -> ``machine.step`` -> command -> ``effects.perform`` ->
+event -> ``machine.step``. A library that aborts takes the process along: a child tries first, a worker hosts sessions.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from time import perf_counter
+from typing import TYPE_CHECKING, Self
+
+from llama_native import Library
+from splitctl.carry.sequence import Token
+from splitctl.engine.engine import Engine, LoadedAdapter, check_adapters, resolve_threads
+from splitctl.engine.live import CancelFlag, LiveSession, batches
+from splitctl.errors import Cancelled, ConfigInvalid, DeadlineExceeded, Reason, Refused
+from splitctl.model.facts import read_facts
+from splitctl.outcome import Proof, Stage, SwitchOutcome, SwitchStatus
+from splitctl.placement import Placement
+from splitctl.probing.free_memory import FreeMemoryCheck
+from splitctl.session.decoder import Decoder
+from splitctl.session.storage import Restored, Storage
+from splitctl.switching.checking import Checker
+from splitctl.switching.effects import Effects, SwitchOptions
+from splitctl.switching.machine import SwitchTarget
+from splitctl.switching.switcher import Switcher
+from splitctl.switching.targets import choose_via, complete
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from llama_native import Model
+    from splitctl.carry.arena import Arena
+    from splitctl.carry.sequence import SamplerSpec
+    from splitctl.engine.slot import Slot
+    from splitctl.model.facts import ModelFacts
+    from splitctl.switching.checking import Prober
+
+
+class Session:
+    """Sequences on a placed model.
+
+    Thread: any; one at a time works, a switch goes first. Lifetime: until :meth:`close`; also a context manager.
+    """
+
+    def __init__(self, core: LiveSession, checker: Checker, storage: Storage) -> None:
+        """Use :meth:`open`."""
+        self._core = core
+        self._checker = checker
+        self._storage = storage
+        self._effects = Effects(core, self._storage.park)
+        self._switcher = Switcher(self._effects, core.placement)
+        self._decoder = Decoder(core, self._switcher)
+
+    @classmethod
+    def open(
+        cls,
+        model_path: str | os.PathLike[str],
+        placement: Placement | None = None,
+        *,
+        library: Library | None = None,
+        adapters: Sequence[tuple[str | os.PathLike[str], float]] = (),
+        embeddings: bool = False,
+        prober: Prober | None = None,
+        cancel: threading.Event | None = None,
+        progress: Callable[[float], None] | None = None,
+        force: bool = False,
+        arenas: tuple[Arena, Arena] | None = None,
+        on_tick: Callable[[], None] | None = None,
+    ) -> Self:
+        """Load a model and open a context.
+
+        Args:
+            model_path: the GGUF, or the first part of a split one.
+            placement: where and how; None: llama.cpp's defaults. What it leaves to the library is resolved and fixed.
+            library: the open library; None opens the first usable one.
+            adapters: LoRA files and their scales, applied in this order; they travel with every switch.
+            embeddings: also compute embeddings (models without logits need it).
+            prober: tries a target placement in a child process; None: the rules alone judge it.
+            cancel: set it to end a load, a prompt or a switch early.
+            progress: told the loaded share, 0.0 to 1.0.
+            force: open also what only a try in a child process speaks against.
+            arenas: memory for saved states that outlives the process; None: memory of its own.
+            on_tick: called while the library works, as often as it calls back: a sign that it does not hang.
+
+        Raises:
+            Refused: a rule or the probe refuses the placement; nothing was loaded.
+            BadModelFile: the file is missing, no GGUF, truncated or hostile.
+            AdapterInvalid: the same of an adapter's file, or it does not fit the model.
+            ConfigInvalid: the placement cannot be for this model and library.
+            llama_native.NativeError: no library, or it refused the model or the context.
+        """
+        facts = read_facts(os.fspath(model_path))
+        loaded = [LoadedAdapter(os.fspath(path), scale) for path, scale in adapters]
+        check_adapters(loaded)
+        library = library or Library.open()
+        wanted = resolve_threads(placement or Placement())
+        checker = Checker(library, facts, prober, FreeMemoryCheck(library, facts))
+        reasons = checker.opening(wanted, n_adapters=len(adapters), force=force)
+        if reasons:
+            raise Refused(reasons)
+        flag = CancelFlag(cancel)
+        engine = Engine(
+            library,
+            os.fspath(model_path),
+            loaded,
+            embeddings=embeddings or facts.is_encoder_only,
+            is_cancelled=flag.is_set,
+            on_tick=on_tick,
+        )
+        try:
+            engine.place(wanted, progress)
+            resolved = engine.build(wanted)
+            core = LiveSession(engine, facts, resolved, flag, arenas)
+            return cls(core, checker, Storage(core))
+        except BaseException:
+            engine.free()
+            raise
+
+    @property
+    def placement(self) -> Placement:
+        """The placement that the session serves in, with what the library resolved."""
+        return self._core.placement
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What the model's header says."""
+        return self._core.facts
+
+    @property
+    def model(self) -> Model:
+        """The placed model, for its vocabulary and chat template; another object after every switch.
+
+        Raises:
+            Parked: the session serves no more.
+        """
+        model: Model = self._core.model
+        return model
+
+    @property
+    def stage(self) -> Stage:
+        """Where the session is."""
+        return self._switcher.state.stage
+
+    @property
+    def last_switch(self) -> SwitchOutcome | None:
+        """The last switch as it stands now: its trial may have confirmed it, or fallen back from it."""
+        return self._switcher.last
+
+    @property
+    def n_decodes(self) -> int:
+        """Decodes done since the session opened."""
+        return self._core.n_decodes
+
+    @property
+    def parked_at(self) -> Path | None:
+        """Where a parked session's carry lies."""
+        return self._effects.parked_at
+
+    def tokens(self, seq_id: int = 0) -> list[int]:
+        """Return a sequence's tokens, the newest of which may not have been decoded yet."""
+        return list(self._slot(seq_id).tokens)
+
+    def logits(self, seq_id: int = 0) -> NDArray[np.float32]:
+        """Return the rows of the sequence's last decode: float32[n_outputs, n_vocab]; a copy."""
+        return self._slot(seq_id).logits.copy()
+
+    def embedding(self, seq_id: int = 0) -> NDArray[np.float32] | None:
+        """Return the embedding of the last prompt: float32[n_embd]; None where there is none."""
+        return self._slot(seq_id).embedding
+
+    def tokenize(self, text: str | bytes, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Turn text into the model's tokens; ``add_special`` adds BOS as the model wants it."""
+        with self._working("tokenizing"):
+            model = self._core.model
+            return model.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        seq_id: int = 0,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Read tokens into a sequence, after what it holds.
+
+        Args:
+            tokens: int32[n], n at least 1.
+            seq_id: the sequence.
+            progress: told tokens done and all, after each batch.
+
+        Raises:
+            ConfigInvalid: no token, or one outside the vocabulary.
+            ContextFull: there is no room; nothing was decoded.
+            Cancelled: the cancel flag was set; the sequence keeps what was read.
+        """
+        slot = self._slot(seq_id)
+        self._core.check_tokens(tokens)
+        if self._core.is_encoder_decoder and not slot.encoder_tokens.size:
+            with self._working("encoding a prompt"):
+                tokens = self._decoder.begin_decoder(slot, tokens)
+        with self._working("reading a prompt"):
+            self._decoder.settle(slot)
+            self._core.check_room(seq_id, len(tokens))
+        done, n, n_batch = 0, len(tokens), self._core.placement.n_batch
+        while done < n:
+            with self._working("reading a prompt"):
+                chunk = tokens[done : done + min(n_batch, self._core.placement.n_batch)]
+                batch = next(iter(batches(seq_id, chunk, slot.n_past, len(chunk), last_output=done + len(chunk) == n)))
+                self._decoder.decode_new(slot, batch)
+                done += len(chunk)
+            if progress is not None:
+                progress(done, n)
+
+    def generate(self, seq_id: int = 0, *, n: int = -1, sampler: SamplerSpec | None = None) -> Iterator[Token]:
+        """Generate, one token a step; a switch may come between any two.
+
+        Args:
+            seq_id: a sequence that holds a prompt.
+            n: most tokens; -1 goes on to an end token or a full context.
+            sampler: how to draw; None goes on with the sequence's own (a new one where it has none).
+
+        Yields:
+            Tokens; the last one may be an end token.
+
+        Raises:
+            ConfigInvalid: the sequence holds nothing to go on from.
+            ContextFull: there is no room for a further token, and ``n`` asked for it.
+        """
+        if sampler is not None:
+            self.set_sampler(sampler, seq_id)
+        made = 0
+        while n < 0 or made < n:
+            token = self.advance((seq_id,))[seq_id]
+            made += 1
+            yield token
+            if token.is_end or (n < 0 and self._core.is_full(seq_id)):
+                return
+
+    def advance(self, seq_ids: Sequence[int]) -> dict[int, Token]:
+        """Generate one token for each of several sequences, in one decode.
+
+        Args:
+            seq_ids: sequences that hold a prompt, each once.
+
+        Returns:
+            Sequence id -> its next token; it is decoded by the next call.
+
+        Raises:
+            ConfigInvalid: a sequence holds nothing to go on from.
+            ContextFull: there is no room.
+        """
+        with self._working("generating"):
+            slots = [self._slot(seq_id) for seq_id in seq_ids]
+            if len(set(seq_ids)) != len(seq_ids):
+                raise ConfigInvalid("seq_ids", list(seq_ids), "each sequence once")
+            pending = [slot for slot in slots if slot.n_past < len(slot.tokens)]
+            for slot in slots:
+                if slot not in pending and not slot.has_logits:
+                    raise ConfigInvalid("seq_id", slot.seq_id, "a sequence that holds a prompt (prefill first)")
+            self._decoder.decode_pending(pending)
+            return {slot.seq_id: self._token(slot) for slot in slots}
+
+    def set_sampler(self, spec: SamplerSpec, seq_id: int = 0) -> None:
+        """Draw a sequence's next tokens by ``spec``; the same one again goes on where it is."""
+        with self._working("setting a sampler"):
+            self._decoder.set_sampler(self._slot(seq_id), spec)
+
+    def copy_sequence(self, source: int, target: int) -> None:
+        """Let an empty sequence start as a copy of another; it is whole at once, with nothing left for a later decode.
+
+        Raises:
+            ConfigInvalid: the target is not empty, or is the source.
+        """
+        with self._working("copying a sequence"):
+            src, dst = self._slot(source), self._slot(target)
+            if src is dst or not dst.is_empty:
+                raise ConfigInvalid("target", target, "an empty sequence, other than the source")
+            self._decoder.copy(src, dst)
+
+    def remove_sequence(self, seq_id: int) -> None:
+        """Forget a sequence."""
+        with self._working("removing a sequence"):
+            slot = self._slot(seq_id)
+            if self._core.has_memory:
+                self._core.engine.live.seq_rm(seq_id)
+            slot.clear()
+            self._effects.transfer.reseal()
+
+    def rewind(self, n_tokens: int, seq_id: int = 0) -> None:
+        """Cut a sequence to its first ``n_tokens``; where this memory cannot be cut, they are read again.
+
+        Raises:
+            ConfigInvalid: more tokens than the sequence holds, or none.
+        """
+        with self._working("rewinding"):
+            slot = self._slot(seq_id)
+            if not 0 < n_tokens <= slot.n_past:
+                raise ConfigInvalid("n_tokens", n_tokens, f"1 to {slot.n_past}")
+            self._decoder.cut(slot, n_tokens)
+
+    def shift(self, n_keep: int, n_discard: int, seq_id: int = 0) -> None:
+        """Drop ``n_discard`` tokens after the first ``n_keep`` and move the rest down; applied at once.
+
+        Raises:
+            Refused: in tensor mode (the next decode would abort), or where the memory cannot shift.
+            ConfigInvalid: the numbers do not fit the sequence.
+        """
+        with self._working("shifting a context"):
+            slot = self._slot(seq_id)
+            self._decoder.refuse_shift()
+            self._decoder.settle(slot)
+            if n_keep < 0 or n_discard <= 0 or n_keep + n_discard >= slot.n_past:
+                raise ConfigInvalid("n_discard", n_discard, f"1 to {max(slot.n_past - n_keep - 1, 0)}")
+            self._decoder.shift(slot, n_keep, n_discard)
+
+    def switch(
+        self,
+        target: Placement,
+        *,
+        proof: Proof = Proof.BYTES,
+        convert: bool = True,
+        force: bool = False,
+        timeout_s: float | None = 60.0,
+        progress: Callable[[Stage, float], None] | None = None,
+    ) -> SwitchOutcome:
+        """Move the session into another placement, keeping every sequence, the last logits and the samplers.
+
+        Args:
+            target: the whole placement wanted (``session.placement.changed(mode=...)`` makes one).
+            proof: how the restored state is proved.
+            convert: False refuses a target that needs the carry converted.
+            force: skip the rules, the probe and what the planner says does not fit; structural checks stay.
+            timeout_s: how long to wait for the token boundary, seconds; None: as long as it takes.
+            progress: told the stage and the share of it that is done.
+
+        Returns:
+            The outcome: switched, unchanged, fell_back, refused, cancelled or parked. Never raises for those.
+
+        Raises:
+            Busy: another switch is under way, or the call comes from inside a callback.
+            Parked: the session serves no more.
+        """
+        core = self._core
+        with core.turn.announce_switch(f"a switch to {target.mode.value}"):
+            started = perf_counter()
+            tell = progress or (lambda _stage, _share: None)
+            tell(Stage.QUIESCING, 0.0)
+            try:
+                core.turn.enter_switch(timeout_s, core.cancel.is_set)
+            except DeadlineExceeded as error:
+                return self._switcher.not_begun(target, SwitchStatus.REFUSED, Reason("busy", str(error)))
+            except Cancelled as error:
+                return self._switcher.not_begun(target, SwitchStatus.CANCELLED, Reason("cancelled", str(error)))
+            self._refuse_gone()
+            target = complete(target, core.placement)
+            options = SwitchOptions(
+                read_back=proof is Proof.BYTES,
+                prove=proof is not Proof.OFF,
+                waited_ms=(perf_counter() - started) * 1e3,
+                check=lambda placement: self._checker.switching(core, placement, force=force, convert=convert),
+                progress=tell,
+            )
+            return self._switcher.run(SwitchTarget(target, choose_via(target, core)), options)
+
+    def reserve(self, n_tokens: int, *, proof: Proof = Proof.BYTES) -> int:
+        """Take the memory that a switch will need, and touch it, so that the switch itself does not wait for it.
+
+        Args:
+            n_tokens: tokens that all sequences will hold by then.
+            proof: the proof that the switch will use; reading back takes a second copy.
+
+        Returns:
+            Bytes held for carries now; what would not leave the host as much again stays unreserved.
+        """
+        with self._working("reserving memory"):
+            return self._core.reserve(n_tokens, n_copies=2 if proof is Proof.BYTES else 1)
+
+    def save(self, path: str | os.PathLike[str]) -> int:
+        """Write the whole session (state, tokens, logits, samplers) to one file; returns its bytes.
+
+        Raises:
+            CarryNotWritten: what was at the path before is still there.
+        """
+        with self._working("saving"):
+            return self._storage.save(path, self._effects)
+
+    def restore(self, path: str | os.PathLike[str]) -> Restored:
+        """Replace everything the session holds with what :meth:`save`, the library or its server wrote to a file.
+
+        Returns:
+            What was rewritten for this context, and whether the tokens had to be read again.
+
+        Raises:
+            CarryDamaged: the file is not what was sealed, or no state; the session is as it was.
+            CarryMismatch: it belongs to another model; the session is as it was.
+        """
+        with self._working("restoring"):
+            return self._storage.restore(path, self._effects)
+
+    def close(self) -> None:
+        """Free samplers, context and model; a second call does nothing."""
+        if self.stage is Stage.CLOSED:
+            return
+        with self._core.turn.take("closing"):
+            for slot in self._core.slots.values():
+                slot.clear()
+            self._switcher.close()
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    @contextmanager
+    def _working(self, what: str) -> Iterator[None]:
+        with self._core.turn.take(what):
+            self._refuse_gone()
+            yield
+
+    def _refuse_gone(self) -> None:
+        if self.stage in {Stage.PARKED, Stage.CLOSED}:
+            raise self._effects.gone(self._switcher.state)
+
+    def _slot(self, seq_id: int) -> Slot:
+        slot = self._core.slots.get(seq_id)
+        if slot is None:
+            n = len(self._core.slots)
+            raise ConfigInvalid("seq_id", seq_id, f"0 to {n - 1} (n_seq_max is {n})")
+        return slot
+
+    def _token(self, slot: Slot) -> Token:
+        token = self._decoder.draw(slot)
+        model = self._core.model
+        is_end = model.is_eog(token)
+        piece = b"" if is_end or not model.has_tokenizer else model.piece(token)
+        return Token(token, piece, len(slot.tokens) - 1, is_end)

@@ -1,0 +1,301 @@
+"""A session on disk: writing what it holds as a carry, reading one back, parking one that can serve no more."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from array import array
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import time_ns
+from typing import TYPE_CHECKING
+
+import platformdirs
+import xxhash
+
+from splitctl.carry import file as carries
+from splitctl.carry.file import Carry
+from splitctl.carry.fingerprint import Adapter, Fingerprint, Identity, Representation, rope_settings
+from splitctl.carry.sequence import SamplerSpec
+from splitctl.engine.sampler import Sampler
+from splitctl.engine.slot import Slot
+from splitctl.errors import CannotConvert, CarryDamaged, CarryMismatch, Difference, Refused, SplitctlError, StateUnsound
+from splitctl.placement import FlashAttn
+from splitctl.switching.conversion import Found, look
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from splitctl.carry.sequence import SequenceCarry
+    from splitctl.engine.live import LiveSession
+    from splitctl.switching.effects import Effects
+    from splitctl.switching.sealing import SealedState
+
+_LIBRARY_FILES = frozenset({b"nsgg", b"qsgg"})
+"""First bytes of the library's session files, and of its sequence files (slot files of its server are such)."""
+
+_HASH_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a restore came to.
+
+    Args:
+        conversions: what was rewritten, one phrase each.
+        recomputed: the tokens were read again: the same positions, not the same bytes.
+        reason: why; empty where they were not.
+    """
+
+    conversions: tuple[str, ...] = ()
+    recomputed: bool = False
+    reason: str = ""
+
+
+class Storage:
+    """Carries of one session. Thread: the session's turn guards it."""
+
+    def __init__(self, core: LiveSession) -> None:
+        """Work on a session's parts."""
+        self._core = core
+        self._adapter_hashes: dict[str, str] = {}
+        # Taken now: when a session has to be parked, an adapter or the library may be gone.
+        self._adapter_list = self._adapters()
+        self._build = core.engine.library.build
+
+    def save(self, path: str | os.PathLike[str], effects: Effects) -> int:
+        """Write the session to a file; returns its size in bytes.
+
+        Raises:
+            CarryNotWritten: what was at the path before is still there.
+        """
+        target = Path(path)
+        sealed = effects.transfer.snapshot()
+        carries.write(target, carries.seal(self.carry(sealed)))
+        n_bytes = target.stat().st_size
+        with suppress(OSError):  # the file is written; that it could not be kept in an arena too is no failure of it
+            effects.transfer.tell(sealed)
+        return n_bytes
+
+    def park(self, sealed: SealedState | None) -> Path:
+        """Write what is left (without a state: the tokens) to the user's state folder; returns the file.
+
+        Raises:
+            CarryNotWritten: it could not be written.
+        """
+        folder = platformdirs.user_state_path("splitctl") / "parked"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        stem = re.sub(r"[^A-Za-z0-9._-]", "_", Path(self._core.engine.model_path).stem)[:60]
+        target = folder / f"{stem}-{os.getpid()}-{time_ns()}.safetensors"
+        try:
+            carries.write(target, carries.seal(self.carry(sealed)))
+        except SplitctlError:
+            if sealed is None:
+                raise
+            # The tokens alone are small, and enough to make everything else again.
+            carries.write(target, carries.seal(self.carry(None)))
+        return target
+
+    def restore(self, path: str | os.PathLike[str], effects: Effects) -> Restored:
+        """Replace what the session holds with a carry, or with a session or slot file of the library, from disk.
+
+        What another layout wrote is rewritten; where that cannot be, or where a library's file is damaged behind its
+        token list, the tokens are read again.
+
+        Returns:
+            What it came to.
+
+        Raises:
+            CarryDamaged: it is not what was sealed, or no state at all.
+            CarryMismatch: it belongs to another model or adapter, or its tokens cannot be those of this model.
+            ConfigInvalid: it holds more prompt than the encoder reads at once here.
+            Refused: the library would not take it; the session is as it was.
+        """
+        source = Path(path)
+        if _magic(source) in _LIBRARY_FILES:
+            return self._restore_library_file(source, effects)
+        read = carries.read(source).carry
+        slots, is_foreign = self._fitting(read)
+        restored = self._put(read.state, slots, effects, refit=is_foreign)
+        self._take_samplers(read)
+        return restored
+
+    def take_over(self, read: Carry, effects: Effects) -> tuple[str, ...]:
+        """Replace what the session holds with a carry in memory; where its state cannot be used, nothing is.
+
+        Returns:
+            One phrase a change that the state needed.
+
+        Raises:
+            SplitctlError: the carry is damaged, of another model, or this context cannot hold it; the session is as it
+                was.
+        """
+        slots, is_foreign = self._fitting(read)
+        changes = effects.transfer.replace(read.state, slots(), refit=is_foreign)
+        self._take_samplers(read)
+        return changes
+
+    def _fitting(self, read: Carry) -> tuple[Callable[[], dict[int, Slot]], bool]:
+        """Refuse a carry of another session; give its sequences, and whether another layout wrote its state."""
+        core = self._core
+        mine = self._fingerprint(read.fingerprint.representation.state_version)
+        differing = [one.field for one in carries.check_fits(read, mine) if one.field != "n_seq_max"]
+        unheld = [one.seq_id for one in read.sequences if one.seq_id not in core.slots]
+        if unheld:
+            raise CarryMismatch([Difference("sequence", str(unheld[0]), f"0 to {len(core.slots) - 1}")])
+
+        def slots() -> dict[int, Slot]:
+            fresh = {seq_id: Slot(seq_id) for seq_id in core.slots}
+            for sequence in read.sequences:
+                _fill(fresh[sequence.seq_id], sequence)
+            return fresh
+
+        core.check_encoder(sum(int(slot.encoder_tokens.size) for slot in slots().values()))
+        return slots, bool(differing)
+
+    def _take_samplers(self, read: Carry) -> None:
+        for slot in self._core.slots.values():
+            slot.sampler = self._sampler(next((s for s in read.sequences if s.seq_id == slot.seq_id), None))
+
+    def _restore_library_file(self, path: Path, effects: Effects) -> Restored:
+        core = self._core
+        # Read and not mapped: a file that shrinks under a mapping kills the process.
+        state = memoryview(path.read_bytes())
+        try:
+            found = look(state)
+        except StateUnsound as error:
+            raise CarryDamaged(path, str(error)) from error
+        self._refuse_foreign_tokens(found)
+        n_tokens, n_rows = len(found.tokens), found.rows.get(0, 0)
+
+        def slots() -> dict[int, Slot]:
+            fresh = {seq_id: Slot(seq_id) for seq_id in core.slots}
+            fresh[0].tokens, fresh[0].n_past = array("i", found.tokens), n_rows
+            return fresh
+
+        def unread() -> dict[int, Slot]:
+            fresh = slots()
+            fresh[0].n_past = n_tokens - 1
+            return fresh
+
+        if found.damage or n_rows not in {n_tokens, n_tokens - 1}:
+            why = f"its token list has {n_tokens} entries and its cache {n_rows} rows"
+            return self._read_again(unread, effects, found.damage or why)
+        restored = self._put(state, slots, effects, refit=True, unread=unread)
+        slot = core.slots[0]
+        if slot.n_past == n_tokens and not core.engine.live.seq_rm(0, n_tokens - 1, -1):
+            # No logits came with it, and this memory cannot drop its last row to make them again.
+            return self._read_again(unread, effects, "this memory cannot be rewound by the one token that gives logits")
+        slot.n_past = n_tokens - 1
+        effects.transfer.reseal()
+        return restored
+
+    def _refuse_foreign_tokens(self, found: Found) -> None:
+        n_vocab = self._core.n_vocab
+        if not found.tokens:
+            raise CarryMismatch([Difference("tokens", "none", "the tokens that the state was made from")])
+        if found.has_media:
+            raise CarryMismatch([Difference("tokens", "an image or the like among them", "text only")])
+        if max(found.tokens) >= n_vocab:
+            raise CarryMismatch(
+                [Difference("token", str(max(found.tokens)), f"below {n_vocab}, this model's vocabulary")]
+            )
+        others = sorted(set(found.rows) - {0})
+        if others:
+            raise CarryMismatch([Difference("sequences", f"{others} without tokens", "the one that the tokens are of")])
+
+    def _put(
+        self,
+        state: memoryview,
+        slots: Callable[[], dict[int, Slot]],
+        effects: Effects,
+        *,
+        refit: bool,
+        unread: Callable[[], dict[int, Slot]] | None = None,
+    ) -> Restored:
+        """Give the session a state, rewritten where it must be; where it cannot be used, read the tokens again."""
+        if not len(state):
+            return self._read_again(unread or slots, effects, "the file holds no state")
+        try:
+            return Restored(conversions=effects.transfer.replace(state, slots(), refit=refit))
+        except (CannotConvert, Refused, StateUnsound) as error:
+            return self._read_again(unread or slots, effects, str(error))
+
+    def _read_again(self, slots: Callable[[], dict[int, Slot]], effects: Effects, why: str) -> Restored:
+        effects.transfer.replace(memoryview(b""), slots())
+        return Restored(recomputed=True, reason=f"the tokens were read again: {why}")
+
+    def carry(self, sealed: SealedState | None) -> Carry:
+        """Give everything that travels, with a sealed state or without one; borrowed."""
+        core = self._core
+        adapters = self._adapter_list
+        return Carry(
+            state=sealed.view if sealed is not None else memoryview(b""),
+            sequences=tuple(slot.carry() for slot in core.used()),
+            adapters=adapters,
+            placement=core.placement,
+            fingerprint=self._fingerprint(sealed.version if sealed is not None else 0),
+        )
+
+    def _fingerprint(self, version: int) -> Fingerprint:
+        core = self._core
+        facts, placement = core.facts, core.placement
+        return Fingerprint(
+            Identity(
+                header_xxh3_128=facts.header_digest,
+                header_bytes=facts.header_bytes,
+                file_bytes=facts.file_bytes,
+                architecture=facts.architecture,
+                n_vocab=core.n_vocab,
+                rope=rope_settings(facts),
+                adapters=tuple((one.xxh3_128, one.scale) for one in self._adapter_list),
+            ),
+            Representation(
+                build=self._build,
+                type_k=placement.type_k,
+                type_v=placement.type_v,
+                v_trans=placement.flash_attn is FlashAttn.OFF,
+                n_stream=1 if placement.kv_unified else placement.n_seq_max,
+                n_seq_max=placement.n_seq_max,
+                state_version=version,
+            ),
+        )
+
+    def _adapters(self) -> tuple[Adapter, ...]:
+        return tuple(Adapter(Path(one.path), self._hash(one.path), one.scale) for one in self._core.engine.adapters)
+
+    def _hash(self, path: str) -> str:
+        """Return the xxh3-128 of an adapter's file, read once."""
+        if path not in self._adapter_hashes:
+            digest = xxhash.xxh3_128()
+            with Path(path).open("rb") as file:
+                while chunk := file.read(_HASH_CHUNK):
+                    digest.update(chunk)
+            self._adapter_hashes[path] = digest.hexdigest()
+        return self._adapter_hashes[path]
+
+    def _sampler(self, sequence: SequenceCarry | None) -> Sampler | None:
+        if sequence is None or (not sequence.accepted.size and sequence.sampler == SamplerSpec()):
+            return None
+        sampler = Sampler(self._core.engine.library, sequence.sampler, self._core.n_vocab)
+        sampler.replay(sequence.accepted.tolist(), sequence.n_draws)
+        return sampler
+
+
+def _fill(slot: Slot, sequence: SequenceCarry) -> None:
+    slot.tokens = array("i", sequence.tokens.tolist())
+    slot.n_past = sequence.n_past
+    slot.encoder_tokens = sequence.encoder_tokens
+    slot.take_rows(sequence.logits, sequence.output_ids)
+
+
+def _magic(path: Path) -> bytes:
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise CarryDamaged(path, "it is no regular file")
+        with path.open("rb") as file:
+            return file.read(4)
+    except OSError as error:
+        raise CarryDamaged(path, error.strerror or str(error)) from error

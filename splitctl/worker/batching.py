@@ -1,0 +1,261 @@
+"""Streams on the sequences of a session: prompts read piece by piece between steps, one step for all that generate.
+
+Laws:
+    1. A stream that was started ends in exactly one Ended, and what it holds stays with its sequence.
+    2. A prompt begins to be read when all of it fits beside what the others have still to read; until then it waits,
+       as long as any other stream runs. Idle sequences make room, the one that was unused for longest first.
+    3. Where no idle sequence is left to make room for a step, the stream that holds most ends, with "context".
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+from splitctl.carry.sequence import Token
+from splitctl.errors import ConfigInvalid, ContextFull, Parked
+from splitctl.ipc.jobs import Fault
+from splitctl.ipc.orders import Drawn, Ended, Forgot, Reading, Report, Start, Step
+from splitctl.worker.failures import failure_of
+from splitctl.worker.hosted import Filling, HostedSession
+
+Tell = Callable[[Report], None]
+
+
+@dataclass(slots=True)
+class _Stream:
+    """A stream on its way.
+
+    Attributes:
+        order: what was asked.
+        filling: what its sequence needs before it generates.
+        n_read: tokens of ``filling.rest`` that were read.
+        is_admitted: there is room for all of them.
+        is_generating: its prompt is read.
+        n_made: tokens drawn.
+        read_ms: time spent reading, ms.
+    """
+
+    order: Start
+    filling: Filling
+    n_read: int = 0
+    is_admitted: bool = False
+    is_generating: bool = False
+    n_made: int = 0
+    read_ms: float = 0.0
+
+    @property
+    def seq_id(self) -> int:
+        """The sequence that it is on."""
+        return self.order.seq_id
+
+    @property
+    def n_unread(self) -> int:
+        """Tokens that are still to be read."""
+        return len(self.filling.rest) - self.n_read
+
+
+class Batcher:
+    """Carries streams on. Thread: the worker's one."""
+
+    def __init__(self, session: HostedSession, tell: Tell) -> None:
+        """Work on a session; ``tell`` takes reports."""
+        self._session = session
+        self._tell = tell
+        self._streams: dict[int, _Stream] = {}
+        self._used_at: dict[int, int] = {}
+        self._clock = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any stream is on its way."""
+        return bool(self._streams)
+
+    def start(self, order: Start) -> None:
+        """Take a stream."""
+        try:
+            self._refuse_taken(order)
+            filling = self._session.fill(
+                order.seq_id, order.tokens, n_delivered=max(order.n_delivered, order.is_pending)
+            )
+        except Parked:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this stream's end and nobody else's
+            self._tell(_ended(order.stream, error))
+            return
+        self._streams[order.stream] = stream = _Stream(order, filling)
+        self._touch(order.seq_id)
+        self._tell_reading(stream)
+
+    def _refuse_taken(self, order: Start) -> None:
+        if order.stream in self._streams or order.seq_id in {one.seq_id for one in self._streams.values()}:
+            taken = f"{order.stream} on sequence {order.seq_id}"
+            raise ConfigInvalid("stream", taken, "a number and a sequence that no stream has")
+
+    def halt(self, number: int) -> None:
+        """End a stream; its sequence keeps what it holds."""
+        if number in self._streams:
+            self._end(self._streams[number], Ended(number, "halted"))
+
+    def turn(self) -> None:
+        """Read a piece of the first prompt that can be read, and step every stream that generates.
+
+        Raises:
+            Parked: the session serves no more; no stream has ended by that.
+        """
+        self._admit()
+        reading = next((one for one in self._streams.values() if one.is_admitted and not one.is_generating), None)
+        if reading is not None:
+            self._guarded([reading], lambda: self._read(reading))
+        generating = [one for one in self._streams.values() if one.is_generating]
+        if generating:
+            self._guarded(generating, lambda: self._step(generating))
+
+    # ---- reading ----
+
+    def _admit(self) -> None:
+        """Let the prompts that fit begin, in their order; refuse one that nothing will ever make room for."""
+        for stream in [one for one in self._streams.values() if not one.is_admitted]:
+            n_wanted = stream.n_unread + self._n_promised()
+            if self._make_room(stream.seq_id, n_wanted):
+                stream.is_admitted = True
+                continue
+            is_shared = self._session.placement.kv_unified
+            if not is_shared or not any(one.is_admitted for one in self._streams.values()):
+                self._end(stream, _full(stream, self._session.why_full(stream.seq_id, stream.n_unread)))
+                continue
+            return
+
+    def _n_promised(self) -> int:
+        """Count the cells that prompts which were let begin have still to take; nothing where each has its own."""
+        if not self._session.placement.kv_unified:
+            return 0
+        return sum(one.n_unread for one in self._streams.values() if one.is_admitted)
+
+    def _read(self, stream: _Stream) -> None:
+        """Read the next piece; small while others generate, so that they need not wait for long."""
+        placement = self._session.placement
+        is_alone = not any(one.is_generating for one in self._streams.values())
+        n = placement.n_batch if is_alone else placement.n_ubatch
+        piece = stream.filling.rest[stream.n_read : stream.n_read + n]
+        started = perf_counter()
+        if piece:
+            is_last = len(piece) == stream.n_unread and stream.filling.pending is None
+            self._session.read(stream.seq_id, piece, is_last=is_last)
+            stream.n_read += len(piece)
+        if not stream.n_unread:
+            order = stream.order
+            self._session.begin(stream.seq_id, order.sampler, n_draws=order.n_draws, pending=stream.filling.pending)
+            stream.is_generating = True
+        stream.read_ms += (perf_counter() - started) * 1e3
+        self._tell_reading(stream)
+        if stream.is_generating and stream.order.n_predict == 0:
+            self._end(stream, Ended(stream.order.stream, "length"))
+
+    def _tell_reading(self, stream: _Stream) -> None:
+        n_whole = len(stream.order.tokens) - (stream.filling.pending is not None)
+        # What an encoder reads is read as a whole, before its decoder begins.
+        n_done = n_whole if stream.is_generating else min(stream.filling.n_kept + stream.n_read, n_whole)
+        self._tell(Reading(stream.order.stream, n_done, stream.filling.n_kept, stream.read_ms))
+
+    # ---- generating ----
+
+    def _step(self, streams: list[_Stream]) -> None:
+        """Draw a token for each of several streams."""
+        streams = self._fitting(streams)
+        if not streams:
+            return
+        started = perf_counter()
+        drawn = self._session.step([one.seq_id for one in streams])
+        ms = (perf_counter() - started) * 1e3
+        tokens = {one.order.stream: self._booked(one, drawn[one.seq_id]) for one in streams}
+        self._tell(Step(tuple(one for one in tokens.values() if one is not None), ms))
+        for stream in streams:
+            result = drawn[stream.seq_id]
+            if isinstance(result, Exception):
+                self._end(stream, _ended(stream.order.stream, result))
+            elif result.is_end:
+                self._end(stream, Ended(stream.order.stream, "eos"))
+            elif stream.n_made == stream.order.n_predict:
+                self._end(stream, Ended(stream.order.stream, "length"))
+
+    def _booked(self, stream: _Stream, result: Token | Exception) -> Drawn | None:
+        if isinstance(result, Exception):
+            return None
+        stream.n_made += 1
+        return Drawn(
+            stream.order.stream, result.id, result.piece, self._session.n_draws(stream.seq_id), is_end=result.is_end
+        )
+
+    def _fitting(self, streams: list[_Stream]) -> list[_Stream]:
+        """End streams until the others fit into one more decode."""
+        if not self._session.placement.kv_unified:
+            for stream in [one for one in streams if not self._session.has_room(one.seq_id, self._n_next(one))]:
+                self._end(stream, Ended(stream.order.stream, "context"))
+                streams = [one for one in streams if one is not stream]
+            return streams
+        while streams:
+            n_wanted = sum(map(self._n_next, streams)) + self._n_promised()
+            if self._make_room(streams[0].seq_id, n_wanted):
+                break
+            largest = max(streams, key=lambda one: self._session.held(one.seq_id))
+            self._end(largest, Ended(largest.order.stream, "context"))
+            streams = [one for one in streams if one is not largest]
+        return streams
+
+    def _n_next(self, stream: _Stream) -> int:
+        """Count the cells that a stream's next step takes: none where its prompt has just been read."""
+        return int(stream.n_made > 0 or stream.filling.pending is not None)
+
+    # ---- room ----
+
+    def _make_room(self, seq_id: int, n_new: int) -> bool:
+        """Empty idle sequences until so many more tokens fit; False where they never do."""
+        session = self._session
+        while not session.has_room(seq_id, n_new):
+            busy = {one.seq_id for one in self._streams.values()}
+            idle = [one for one in range(session.placement.n_seq_max) if one not in busy and session.held(one)]
+            if not idle or not session.placement.kv_unified:
+                return False
+            unused = min(idle, key=lambda one: self._used_at.get(one, 0))
+            session.remove_sequence(unused)
+            self._tell(Forgot(unused))
+        return True
+
+    # ---- ends ----
+
+    def _guarded(self, streams: list[_Stream], work: Callable[[], None]) -> None:
+        """Do a piece of work; an error ends the streams that it was for, and no others."""
+        try:
+            work()
+        except Parked:
+            raise
+        except ContextFull as error:
+            for stream in streams:
+                self._end(stream, _full(stream, error))
+        except Exception as error:  # noqa: BLE001 - whatever it is, others are served on
+            for stream in streams:
+                self._end(stream, _ended(stream.order.stream, error))
+
+    def _end(self, stream: _Stream, report: Ended) -> None:
+        if self._streams.pop(stream.order.stream, None) is not None:
+            self._touch(stream.seq_id)
+            self._tell(report)
+
+    def _touch(self, seq_id: int) -> None:
+        self._clock += 1
+        self._used_at[seq_id] = self._clock
+
+
+def _full(stream: _Stream, error: ContextFull) -> Ended:
+    return Ended(stream.order.stream, "context", Fault.CONFIG, str(error))
+
+
+def _ended(number: int, error: Exception) -> Ended:
+    """Say that an error ended a stream; where it is a fault of ours, the log says where."""
+    failure = failure_of(error)
+    if failure.fault is Fault.INTERNAL:
+        traceback.print_exception(error)
+    return Ended(number, "error", failure.fault, failure.message)

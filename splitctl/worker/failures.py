@@ -1,0 +1,110 @@
+"""Whose fault an error is, and the one line that a person gets to read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llama_native import CallFailed, LibraryNotFound, LoadCancelled, NativeError, RpcServerUnusable, UnknownDevice
+from splitctl.errors import (
+    BadModelFile,
+    Busy,
+    Cancelled,
+    CarryNotWritten,
+    ConfigInvalid,
+    ContextFull,
+    Parked,
+    Refused,
+    SplitctlError,
+)
+from splitctl.ipc.jobs import Failure, Fault
+from splitctl.last_words import is_shortage, telling_line
+from splitctl.model.chat import ChatTemplateFailed
+from splitctl.placement import PlacementInvalid
+from splitctl.probing.probe import ProbeCancelled
+
+_FAULTS: tuple[tuple[type[Exception], Fault], ...] = (
+    (Cancelled, Fault.CANCELLED),
+    (LoadCancelled, Fault.CANCELLED),
+    (ProbeCancelled, Fault.CANCELLED),
+    (Busy, Fault.BUSY),
+    (Parked, Fault.PARKED),
+    (Refused, Fault.REFUSED),
+    (UnknownDevice, Fault.CONFIG),
+    (RpcServerUnusable, Fault.CONFIG),
+    (ConfigInvalid, Fault.CONFIG),
+    (PlacementInvalid, Fault.CONFIG),
+    (ContextFull, Fault.CONFIG),
+    (ChatTemplateFailed, Fault.CONFIG),
+    (BadModelFile, Fault.MODEL),
+    (CallFailed, Fault.MODEL),
+    (CarryNotWritten, Fault.INTERNAL),
+    (NativeError, Fault.LIBRARY),
+    (SplitctlError, Fault.INTERNAL),
+)
+
+#: Reasons of a refusal that lie in a flag and not in the model or the build.
+_FLAG_REASONS = frozenset({"unknown-device", "tensor-split-too-long", "too-many-devices", "main-gpu-out-of-range"})
+
+_LOAD = "llama_model_load_from_file"
+_CONTEXT = "llama_init_from_model"
+
+#: What the library logs where a model cannot be loaded, and what to do about it.
+_ADVICE: tuple[tuple[str, str], ...] = (
+    ("unknown model architecture", "use a newer build of llama.cpp (splitctl doctor shows this one)"),
+    ("not within the file bounds", "the file is cut short: fetch it again"),
+    ("missing tensor", "the file lacks a part of the model: fetch or convert it again"),
+    ("wrong shape", "the file does not fit its own header: convert it again"),
+    ("invalid magic", "name a GGUF file"),
+    ("unsupported", "use a build of llama.cpp that supports it (splitctl doctor shows this one)"),
+)
+
+
+def failure_of(error: BaseException, *, model: Path | None = None) -> Failure:
+    """Turn an error into the last event.
+
+    Args:
+        error: what was raised.
+        model: the model that was in use, for errors that do not name it.
+
+    Returns:
+        The failure; its message is for a person.
+    """
+    if isinstance(error, Refused) and {reason.code for reason in error.reasons} & _FLAG_REASONS:
+        flags = "; ".join(reason.text for reason in error.reasons if reason.code in _FLAG_REASONS)
+        return Failure(Fault.CONFIG, type(error).__name__, flags)
+    for kind, fault in _FAULTS:
+        if isinstance(error, kind):
+            return Failure(fault, type(error).__name__, _message(error, model))
+    text = f"{type(error).__name__}: {error}; this is a fault of splitctl, please report it (-v shows where)"
+    return Failure(Fault.INTERNAL, type(error).__name__, text)
+
+
+def _message(error: Exception, model: Path | None) -> str:
+    """Say what happened and what to do."""
+    if isinstance(error, CallFailed):
+        return _call_failed(error, model)
+    if isinstance(error, Parked) and error.path is not None:
+        return f"the session is parked at {error.path}; run again with --restore and that file to go on"
+    if isinstance(error, LibraryNotFound):
+        looked = "; ".join(str(entry) for entry in error.tried) or "nowhere"
+        return (
+            f"no usable llama library was found (looked at: {looked}); install one with pip install 'splitctl[cpu]', "
+            "or name one with --lib or LLAMA_NATIVE_LIB"
+        )
+    return str(error)
+
+
+def _call_failed(error: CallFailed, model: Path | None) -> str:
+    """Say why the library refused a model or a context, in its own words."""
+    tail = tuple(line for line in error.log_tail if line.strip())
+    why = telling_line(tail) or "it gives no reason"
+    if is_shortage(tail):
+        return f"not enough memory: {why}; make the context smaller (-c), or name other devices (--device)"
+    advice = next((advice for sign, advice in _ADVICE if any(sign in line for line in tail)), "")
+    if error.function == _LOAD:
+        told = advice or "is it whole, and does this build know it (splitctl doctor)?"
+        return f"the library cannot load {model or 'the model'}: {why}; {told}"
+    if error.function == _CONTEXT:
+        told = advice or "try other values of -c, -ctk, -ctv, -fa or -sm"
+        return f"the library cannot make a context: {why}; {told}"
+    return str(error)

@@ -1,0 +1,101 @@
+"""Orders on their way from the pipe to the loop that carries them out, and the cancel that overtakes them.
+
+Law: a cancel is meant for the switch, the check or the load that runs or waits when it comes; where there is none it is
+forgotten, and no decode ever hears of it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+from splitctl.ipc import orders, wire
+from splitctl.ipc.orders import Check, Order, Switch
+from splitctl.ipc.wire import MessageInvalid
+
+
+class CancelGate(threading.Event):
+    """A cancel flag that is seen only while there is something to cancel.
+
+    It begins with the request itself under way: whoever never calls :meth:`end` has an ordinary flag.
+
+    Thread: :meth:`begin` and :meth:`end` from the one that works, the others from any.
+    """
+
+    def __init__(self) -> None:
+        """Begin with the request under way."""
+        super().__init__()
+        # Asked for in a signal handler too, which may interrupt the very thread that holds it.
+        self._lock = threading.RLock()
+        self._n_expected = 1
+        self._is_open = True
+
+    def ask(self) -> None:
+        """Ask for a cancel of what runs or waits."""
+        with self._lock:
+            if self._n_expected:
+                self.set()
+
+    def is_set(self) -> bool:
+        """Tell whether what runs shall end."""
+        return self._is_open and super().is_set()
+
+    def expect(self) -> None:
+        """Note that something comes which can be cancelled."""
+        with self._lock:
+            self._n_expected += 1
+
+    def begin(self) -> None:
+        """Note that it runs now."""
+        self._is_open = True
+
+    def end(self) -> None:
+        """Note that it is over; a cancel of it is forgotten."""
+        with self._lock:
+            self._is_open = False
+            self._n_expected = max(0, self._n_expected - 1)
+            if not self._n_expected:
+                self.clear()
+
+
+class Inbox:
+    """Orders in the order in which they came.
+
+    Thread: one puts, another takes.
+    """
+
+    def __init__(self, gate: CancelGate) -> None:
+        """Hold none yet; ``gate`` is told of orders that can be cancelled."""
+        self._gate = gate
+        self._orders: queue.SimpleQueue[Order | MessageInvalid] = queue.SimpleQueue()
+
+    def put_line(self, line: bytes) -> None:
+        """Take a line; one that is no order is told to whoever takes it."""
+        try:
+            order: Order = wire.from_line(line, orders.ORDERS, max_bytes=orders.MAX_LINE_BYTES)
+        except MessageInvalid as error:
+            self._orders.put(error)
+            return
+        if isinstance(order, Switch | Check):
+            self._gate.expect()
+        self._orders.put(order)
+
+    def take(self, *, waiting: bool) -> Order | None:
+        """Take the next order.
+
+        Args:
+            waiting: whether to wait for one.
+
+        Returns:
+            The order; None where there is none now.
+
+        Raises:
+            MessageInvalid: a line came that is none.
+        """
+        try:
+            found = self._orders.get(block=waiting)
+        except queue.Empty:
+            return None
+        if isinstance(found, MessageInvalid):
+            raise found
+        return found

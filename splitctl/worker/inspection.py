@@ -1,0 +1,221 @@
+"""What a library is and what it offers: the work behind `devices` and `doctor`."""
+
+from __future__ import annotations
+
+import mmap
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from llama_native import Device, DeviceKind, Library, discover
+from llama_native.capabilities import CAPABILITIES
+from splitctl.ipc.jobs import DevicesRequest, DoctorRequest, JobEvent, JobRequest, Partial, Progress, ReserveRequest
+from splitctl.probing import can_reserve, reserve
+
+_ENV_PREFIXES = ("GGML_", "LLAMA_", "CUDA_", "HIP_", "ROCR_", "NCCL_", "VK_", "GPU_DEVICE_ORDINAL", "OMP_")
+
+#: Variables that change what a library computes or where it puts things, and what they do.
+_ENV_EFFECTS: Mapping[str, str] = {
+    "GGML_CUDA_DEVICES": "it splits real GPUs into virtual ones, which share their memory: sizes do not add up",
+    "GGML_CUDA_ENABLE_UNIFIED_MEMORY": "a model that does not fit spills to host memory instead of failing",
+    "LLAMA_ATTN_ROT_DISABLE": "quantized caches are stored unrotated and do not mix with those of other runs",
+    "CUDA_LAUNCH_BLOCKING": "every kernel waits for the one before: slow",
+}
+
+
+def open_library(request: JobRequest, env: Mapping[str, str]) -> Library:
+    """Open the library that a request wants, with the devices of the RPC servers that it names.
+
+    Args:
+        request: names both, or leaves the library to be found.
+        env: the environment in which to look.
+
+    Returns:
+        The open library.
+
+    Raises:
+        NativeError: no library can be used, or one of the servers cannot.
+    """
+    library = Library.open(request.library, env=env)
+    library.add_rpc_servers(request.rpc)
+    return library
+
+
+def list_devices(request: DevicesRequest, env: Mapping[str, str]) -> dict[str, Any]:
+    """List the devices.
+
+    Args:
+        request: names the library, or leaves it to be found.
+        env: the environment in which to look.
+
+    Returns:
+        Keys library and devices.
+
+    Raises:
+        NativeError: no library can be used.
+    """
+    library = open_library(request, env)
+    return {"library": str(library.path), "devices": [device_body(one) for one in library.devices()]}
+
+
+def examine(request: DoctorRequest, env: Mapping[str, str], emit: Callable[[JobEvent], None]) -> dict[str, Any]:
+    """Say which library is used and why, and what it can do.
+
+    Args:
+        request: names the library, or leaves it to be found.
+        env: the environment in which to look.
+        emit: told what is known before the library is opened, in case opening it ends the process.
+
+    Returns:
+        Keys splitctl, python, system, candidates, environment, warnings, library, devices.
+
+    Raises:
+        NativeError: no library can be used.
+    """
+    body: dict[str, Any] = {
+        "splitctl": metadata.version("splitctl"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
+        "candidates": [
+            {
+                "path": str(one.path),
+                "origin": one.origin,
+                "usable": one.usable,
+                "verdict": one.reason,
+                "version": one.version,
+            }
+            for one in discover.candidates(env, explicit=request.library)
+        ],
+        "environment": {name: value for name, value in sorted(env.items()) if name.startswith(_ENV_PREFIXES)},
+        "warnings": [
+            _warning("environment", f"{name} is set: {effect}") for name, effect in _ENV_EFFECTS.items() if name in env
+        ],
+    }
+    emit(Partial(dict(body)))
+    library = Library.open(request.library, env=env)
+    body["library"] = _library(library)
+    emit(Partial(dict(body)))
+    library.add_rpc_servers(request.rpc)
+    devices = library.devices()
+    body["devices"] = [device_body(one) for one in devices]
+    body["warnings"] += _warnings(library, devices)
+    return body
+
+
+def reserve_buffers(
+    request: ReserveRequest, env: Mapping[str, str], emit: Callable[[JobEvent], None]
+) -> dict[str, Any]:
+    """Tell the library and its devices, and what contexts would take.
+
+    Args:
+        request: the placement and the sizes.
+        env: the environment in which to look.
+        emit: told what is known before the library plans, in case that ends the process.
+
+    Returns:
+        Keys library and reservations.
+
+    Raises:
+        NativeError: no library can be used, or it refuses the placement.
+    """
+    library = open_library(request, env)
+    body: dict[str, Any] = {
+        "library": {
+            "path": str(library.path),
+            "version": library.version,
+            "max_devices": library.max_devices,
+            "can_reserve": can_reserve(library),
+            "has_nccl": _has_nccl(),
+            "devices": [device_body(one) for one in library.devices()],
+        },
+        "reservations": [],
+    }
+    emit(Partial(dict(body)))
+    if request.sizes and can_reserve(library):
+        found = reserve(
+            library,
+            str(request.model),
+            request.placement,
+            request.sizes,
+            on_stage=lambda stage: emit(Progress(stage)),
+        )
+        body["reservations"] = [one.to_json() for one in found]
+    return body
+
+
+def _library(library: Library) -> dict[str, Any]:
+    """Describe an open library."""
+    profile = library.profile
+    return {
+        "path": str(library.path),
+        "origin": library.origin,
+        "version": library.version,
+        "build": library.build,
+        "profile": profile.name,
+        "capabilities": sorted(library.capabilities),
+        "missing": sorted(set(CAPABILITIES) - set(library.capabilities)),
+        "facts": {
+            "layout_seen_in": list(profile.seen_in),
+            "switches_by_itself": library.has("native-switch"),
+            "most_devices": library.max_devices,
+            "backends_from": list(library.backend_folders) or "linked in",
+            "processor": library.system_info(),
+        },
+    }
+
+
+def device_body(device: Device) -> dict[str, Any]:
+    """Describe a device; sizes in bytes, null where the library does not say."""
+    return {
+        "name": device.name,
+        "description": device.description,
+        "kind": device.kind.name.lower() if device.kind is not None else "unknown",
+        "backend": device.backend,
+        "memory_free": device.memory_free if device.memory_total else None,
+        "memory_total": device.memory_total or None,
+    }
+
+
+def _warning(code: str, text: str) -> dict[str, str]:
+    """Write a warning."""
+    return {"code": code, "text": text}
+
+
+def _warnings(library: Library, devices: tuple[Device, ...]) -> Iterator[dict[str, str]]:
+    """Say what may go wrong with this library on this machine."""
+    if not library.profile.seen_in:
+        text = "its struct layouts lie between those of two known builds: report it if anything goes wrong"
+        yield _warning("layout-between", text)
+    gpus = [one for one in devices if one.kind in {DeviceKind.GPU, DeviceKind.IGPU}]
+    if not gpus:
+        text = "this build offers no GPU: models run on the processor (name a device twice, CPU,CPU, to try a switch)"
+        yield _warning("no-gpu", text)
+    cuda = [one for one in gpus if one.backend.startswith(("CUDA", "ROCm"))]
+    if len(cuda) > 1 and not _has_nccl():
+        text = (
+            f"{len(cuda)} GPUs and a build without NCCL: the devices of a tensor split exchange data without it, which "
+            "is slower; use a build made with NCCL"
+        )
+        yield _warning("no-nccl", text)
+
+
+def _has_nccl() -> bool:
+    """Tell whether NCCL is in this process: as a library of its own, or linked into a backend."""
+    with Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as maps:
+        mapped = {parts[5].strip() for line in maps if len(parts := line.split(None, 5)) == 6}
+    files = [Path(name) for name in mapped if name.startswith("/")]
+    if any("nccl" in file.name for file in files):
+        return True
+    return any(_holds(file, b"ncclCommInit") for file in files if "ggml" in file.name or "llama" in file.name)
+
+
+def _holds(file: Path, needle: bytes) -> bool:
+    """Search a file's bytes."""
+    try:
+        with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as view:
+            return view.find(needle) >= 0
+    except (OSError, ValueError):
+        # Replaced or removed since it was mapped: it cannot be searched any more.
+        return False

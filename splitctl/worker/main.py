@@ -1,0 +1,243 @@
+"""The child that holds the library: `python -m splitctl.worker.main FD`, started by `launch.Worker` alone.
+
+Laws:
+    1. End of file on stdin means that the parent is gone: the process ends at once, whatever the library is doing.
+    2. Answers go to the descriptor named by the argument; stdout and stderr are the library's.
+    3. A cancel sets a flag, which the progress and abort callbacks read; it interrupts nothing by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+
+from llama_native import Library
+from splitctl.errors import Cancelled
+from splitctl.ipc import jobs
+from splitctl.ipc.jobs import (
+    DevicesRequest,
+    DoctorRequest,
+    Failure,
+    Fault,
+    HostRequest,
+    JobEvent,
+    JobRequest,
+    ProbeRequest,
+    ProtocolBroken,
+    ReserveRequest,
+    Result,
+    RunRequest,
+    VerifyRequest,
+)
+from splitctl.last_words import LOG_PREFIX
+from splitctl.probing import try_placement
+from splitctl.probing.verify import Task, measure
+from splitctl.worker import inspection
+from splitctl.worker import run as running
+from splitctl.worker import serve as serving
+from splitctl.worker.failures import failure_of
+from splitctl.worker.inbox import CancelGate, Inbox
+
+_STDIN = 0
+_STDERR = 2
+_CHUNK_BYTES = 1 << 16
+_CANCEL_LINE = jobs.CANCEL.rstrip(b"\n")
+#: Source: ggml.h, enum ggml_log_level.
+_LEVEL_INFO = 2
+_LEVEL_CONTINUES = 5
+_EXIT_ORPHANED = 1
+_EXIT_MISUSED = 2
+
+
+class Emitter:
+    """Writes events to the parent.
+
+    Thread:
+        Any.
+    """
+
+    def __init__(self, fd: int) -> None:
+        """Take the descriptor.
+
+        Args:
+            fd: writable; stays open.
+        """
+        self._fd = fd
+        self._lock = threading.Lock()
+
+    def __call__(self, event: JobEvent) -> None:
+        """Write one event; a parent that is gone ends the process.
+
+        Args:
+            event: any event.
+        """
+        view = memoryview(jobs.encode_event(event))
+        with self._lock:
+            try:
+                while view:
+                    view = view[os.write(self._fd, view) :]
+            except BrokenPipeError:
+                os._exit(_EXIT_ORPHANED)
+
+
+def _listen(requests: queue.SimpleQueue[bytes], gate: CancelGate, inbox: Inbox) -> None:
+    """Read stdin: the request first, then orders and control lines; end the process with the parent.
+
+    Args:
+        requests: takes the first line.
+        gate: told of a cancel.
+        inbox: takes every other line.
+    """
+    pending = bytearray()
+    is_first = True
+    while chunk := os.read(_STDIN, _CHUNK_BYTES):
+        pending += chunk
+        # The chunk decides: a request of megabytes must not be searched again for each piece of it.
+        if b"\n" not in chunk:
+            continue
+        *lines, rest = bytes(pending).split(b"\n")
+        pending = bytearray(rest)
+        for line in lines:
+            if is_first:
+                requests.put(line)
+                is_first = False
+            elif line == _CANCEL_LINE:
+                gate.ask()
+            else:
+                inbox.put_line(line)
+    os._exit(_EXIT_ORPHANED)
+
+
+def _forward_log(library: Library) -> None:
+    """Print the library's log, so that the parent has it when the process aborts; debug lines are left out.
+
+    Args:
+        library: the open library.
+    """
+    is_line_shown = False
+
+    def show(level: int, text: str) -> None:
+        nonlocal is_line_shown
+        if level != _LEVEL_CONTINUES:
+            is_line_shown = level >= _LEVEL_INFO
+        if is_line_shown and text.strip():
+            prefix = "" if level == _LEVEL_CONTINUES else LOG_PREFIX
+            os.write(_STDERR, f"{prefix}{text}".encode("utf-8", "replace"))
+
+    library.log.listen(show)
+
+
+def _answer(request: JobRequest, env: Mapping[str, str], emit: Emitter, cancel: CancelGate, inbox: Inbox) -> JobEvent:
+    """Do a request.
+
+    Args:
+        request: what to do.
+        env: the environment as the parent gave it.
+        emit: takes events on the way.
+        cancel: asks to stop.
+        inbox: gives the orders of a hosted session.
+
+    Returns:
+        The last event.
+    """
+    model = request.model if isinstance(request, RunRequest | ProbeRequest | HostRequest) else None
+    if cancel.is_set():
+        return failure_of(Cancelled("the start"))
+    try:
+        match request:
+            case DevicesRequest():
+                return Result(inspection.list_devices(request, env))
+            case DoctorRequest():
+                return Result(inspection.examine(request, env, emit))
+            case ProbeRequest():
+                return Result(_probe(request, env, emit, cancel.is_set))
+            case VerifyRequest():
+                return Result(_verify(request, env, emit, cancel.is_set))
+            case ReserveRequest():
+                return Result(inspection.reserve_buffers(request, env, emit))
+            case RunRequest():
+                library = inspection.open_library(request, env)
+                _forward_log(library)
+                return running.run(request, library, env, emit, cancel)
+            case HostRequest():
+                library = inspection.open_library(request, env)
+                _forward_log(library)
+                return serving.serve(request, library, env, emit, inbox, cancel)
+    except Exception as error:  # noqa: BLE001 - the last stand: whatever it is, the parent is told
+        failure = failure_of(error, model=model)
+        if failure.fault is Fault.INTERNAL:
+            traceback.print_exc()
+        return failure
+
+
+def _probe(
+    request: ProbeRequest, env: Mapping[str, str], emit: Emitter, is_cancelled: Callable[[], bool]
+) -> dict[str, object]:
+    """Try a placement."""
+    library = inspection.open_library(request, env)
+    _forward_log(library)
+    verdict = try_placement(
+        library,
+        str(request.model),
+        request.placement,
+        on_stage=lambda stage: emit(jobs.Progress(stage)),
+        is_cancelled=is_cancelled,
+    )
+    return verdict.to_json()
+
+
+def _verify(
+    request: VerifyRequest, env: Mapping[str, str], emit: Emitter, is_cancelled: Callable[[], bool]
+) -> dict[str, object]:
+    """Measure a placement; what is known is sent on the way, because the next step may be the last."""
+    library = inspection.open_library(request, env)
+    _forward_log(library)
+    devices = [device.name for device in library.devices(memory=False)]
+    emit(jobs.Partial({"library": {"path": str(library.path), "version": library.version, "devices": devices}}))
+    return measure(
+        library,
+        str(request.model),
+        request.placement,
+        Task(request.text, request.n_tokens, request.n_generate, request.reference, request.twin, request.keep),
+        on_stage=lambda stage, done: emit(jobs.Progress(stage, done)),
+        on_found=lambda found: emit(jobs.Partial(found)),
+        is_cancelled=is_cancelled,
+    )
+
+
+def main(arguments: list[str]) -> None:
+    """Serve one request and end the process.
+
+    Args:
+        arguments: the number of the descriptor for events.
+    """
+    if len(arguments) != 1 or not arguments[0].isdigit():
+        sys.stderr.write("this is a part of splitctl and is started by it: run splitctl --help\n")
+        sys.exit(_EXIT_MISUSED)
+    env = dict(os.environ)
+    # ggml's abort handler would start a debugger for a backtrace, which takes seconds.
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+    emit = Emitter(int(arguments[0]))
+    cancel = CancelGate()
+    inbox = Inbox(cancel)
+    signal.signal(signal.SIGINT, lambda _number, _frame: cancel.ask())
+    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(requests, cancel, inbox), name="parent", daemon=True).start()
+    try:
+        last = _answer(jobs.decode_request(requests.get()), env, emit, cancel, inbox)
+    except ProtocolBroken as error:
+        last = Failure(Fault.INTERNAL, type(error).__name__, str(error))
+    emit(last)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Some builds crash in their destructors at a normal exit; the answer is out, and the kernel frees the rest.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

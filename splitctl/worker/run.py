@@ -1,0 +1,410 @@
+"""The work behind `run`: open, read the prompt, switch where the modes differ, generate, report."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from llama_native import Library, NativeError
+from splitctl.carry.sequence import RANDOM_SEED, SamplerSpec
+from splitctl.errors import Cancelled, ConfigInvalid, ContextFull, Parked, SplitctlError
+from splitctl.ipc.jobs import Failure, JobEvent, Partial, Piece, Progress, Result, RunRequest
+from splitctl.ipc.probes import Prober, verdicts_file
+from splitctl.ipc.reserving import Reserver
+from splitctl.ipc.stop_texts import StopTexts
+from splitctl.model import chat
+from splitctl.model.facts import ModelFacts, read_facts
+from splitctl.outcome import Proof, Stage, SwitchOutcome, SwitchStatus
+from splitctl.placement import Placement, SplitMode
+from splitctl.planning.payoff import Observed, look_back
+from splitctl.probing import VerdictCache
+from splitctl.probing.free_memory import device_facts
+from splitctl.session import Session
+from splitctl.switching import tables
+from splitctl.switching.checking import TRIED
+from splitctl.worker.failures import failure_of
+from splitctl.worker.phases import reading_placement, with_largest_chunk
+from splitctl.worker.prompts import chat_tokens, text_tokens
+
+Emit = Callable[[JobEvent], None]
+
+_PROGRESS_STEP = 0.01
+
+PLAIN_CACHE = "f16"
+"""The cache type that every build takes in every mode."""
+
+_CACHE_REFUSALS = frozenset(
+    {
+        "quantized-cache-with-one-kv-head",
+        "cache-type-in-tensor-mode",
+        "cache-type-does-not-fit-heads",
+        "probe-dies",
+        "probe-wrong",
+        "probe-fails",
+    }
+)
+"""Reasons behind which a quantized cache can stand."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """What is known of a run so far; what of it exists is reported even when the run fails.
+
+    Attributes:
+        placement: where the session serves.
+        reading: the placement of the prompt, as it was asked for.
+        facts: what the model's header says.
+        sampler: how tokens are drawn, its seed a number.
+        text: the answer so far, raw bytes without a stop text.
+        tokens: ids generated so far.
+        n_prompt: tokens of the prompt.
+        prompt_ms: time to read it, ms.
+        load_ms: time to open the session, ms.
+        generate_ms: time to generate, ms.
+        stopped: why the generation ended: eos, stop, length, context, or None while it has not.
+        switch: the outcome object, or None without a switch.
+        n_devices: devices that share the work, or more.
+        restored: what the restore of a saved session came to, or None without one.
+    """
+
+    placement: Placement
+    reading: Placement
+    facts: ModelFacts
+    sampler: SamplerSpec
+    text: bytearray = field(default_factory=bytearray)
+    tokens: list[int] = field(default_factory=list)
+    n_prompt: int = 0
+    prompt_ms: float | None = None
+    load_ms: float | None = None
+    generate_ms: float | None = None
+    stopped: str | None = None
+    switch: dict[str, Any] | None = None
+    n_devices: int = 1
+    restored: dict[str, Any] | None = None
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether the switch left the session nowhere to serve."""
+        return self.switch is not None and self.switch["status"] == SwitchStatus.PARKED.value
+
+    def body(self) -> dict[str, Any]:
+        """Give the object that `run --json` prints."""
+        return {
+            "text": self.text.decode("utf-8", "replace"),
+            "tokens": list(self.tokens),
+            "stopped": self.stopped,
+            "switch": self.switch,
+            "restored": self.restored,
+            "timings": {
+                "load_ms": self.load_ms,
+                "prompt": {"n": self.n_prompt, "ms": self.prompt_ms, "tps": _rate(self.n_prompt, self.prompt_ms)},
+                "generate": {
+                    "n": len(self.tokens),
+                    "ms": self.generate_ms,
+                    "tps": _rate(len(self.tokens), self.generate_ms),
+                },
+                "switch_ms": self.switch["total_ms"] if self.switch is not None else None,
+            },
+            "payoff": self._payoff(),
+            "placement": None if self.is_parked else self.placement.to_json(),
+            "model": {
+                "path": str(self.facts.path),
+                "name": self.facts.name,
+                "architecture": self.facts.architecture,
+                "n_layer": self.facts.n_layer,
+                "n_ctx_train": self.facts.n_ctx_train,
+                "weight_bytes": self.facts.weight_bytes,
+            },
+            "sampler": dataclasses.asdict(self.sampler),
+            "seed": self.sampler.seed,
+        }
+
+    def _payoff(self) -> dict[str, Any] | None:
+        """Say whether the switch can have paid; None where none was begun, and while the generation has not ended."""
+        if self.switch is None or self.generate_ms is None:
+            return None
+        if self.switch["status"] in {SwitchStatus.PARKED.value, SwitchStatus.REFUSED.value}:
+            return None
+        if self.reading.mode.value == self.switch["requested"]:
+            return None  # Other batch sizes in the same mode: it was done for the memory.
+        # A try in a child is made once for a build and a kind of model: it is no part of what a switch takes.
+        switch_ms = self.switch["total_ms"] - (self.switch["stages_ms"]["checking"] or 0.0)
+        seen = Observed(
+            reads_in=self.reading.mode,
+            generates_in=self.placement.mode,
+            requested=SplitMode(self.switch["requested"]),
+            n_prompt=self.n_prompt,
+            prompt_s=None if self.prompt_ms is None else self.prompt_ms / 1e3,
+            n_generated=len(self.tokens),
+            generate_s=self.generate_ms / 1e3,
+            switch_s=max(switch_ms, 0.0) / 1e3,
+        )
+        return look_back(seen, self.n_devices).to_json()
+
+
+def run(request: RunRequest, library: Library, env: Mapping[str, str], emit: Emit, cancel: threading.Event) -> JobEvent:
+    """Do a run.
+
+    Args:
+        request: what to do.
+        library: the open library.
+        env: the environment for the probe's children.
+        emit: takes progress and pieces of the answer.
+        cancel: asks to stop.
+
+    Returns:
+        The result; or the failure, with what exists of the answer.
+
+    Raises:
+        SplitctlError: the model's file or the flags are at fault; nothing was loaded.
+    """
+    facts = read_facts(request.model)
+    refuse_what_generates_nothing(facts)
+    sampler = request.sampler
+    if sampler.seed == RANDOM_SEED:
+        sampler = dataclasses.replace(sampler, seed=secrets.randbelow(RANDOM_SEED))
+    first = _first_placement(request, library, env, facts)
+    state = _Run(first, first, facts, sampler)
+    prober = prober_of(library, env, request.rpc, cancel.is_set)
+    state.n_devices = len(request.placement.devices or prober.device_names)
+    if request.rpc and request.placement.mode is not first.mode and request.placement.mode in TRIED:
+        # An RPC server serves one client at a time: once our model lies on it, the try in a child gets no answer. Asked
+        # now, the verdict is remembered for the switch.
+        emit(Progress("trying", None, f"{request.placement.mode.value} mode on the RPC servers, in a child process"))
+        prober(request.model, request.placement, facts)
+    try:
+        _work(request, library, prober, emit, cancel, state)
+    except (SplitctlError, NativeError) as error:
+        return _failure(error, request, state)
+    return Result(state.body())
+
+
+def _first_placement(request: RunRequest, library: Library, env: Mapping[str, str], facts: ModelFacts) -> Placement:
+    """Give the placement of the prompt; the largest chunk is looked for while nothing is loaded."""
+    if request.prompt_ubatch != 0:
+        return reading_placement(request)
+    reserver = Reserver(request.model, library.path, env, request.rpc)
+    return with_largest_chunk(request, facts, device_facts(library.devices(), library.env), reserver)
+
+
+def prober_of(
+    library: Library, env: Mapping[str, str], rpc: tuple[str, ...], is_cancelled: Callable[[], bool]
+) -> Prober:
+    """Give what tries placements in children, and remembers in the user's cache folder what came of it."""
+    return Prober(
+        library=library.path,
+        env=env,
+        cache=VerdictCache(verdicts_file()),
+        device_names=tuple(device.name for device in library.devices(memory=False)),
+        rpc=rpc,
+        is_cancelled=is_cancelled,
+    )
+
+
+def _failure(error: SplitctlError | NativeError, request: RunRequest, state: _Run) -> Failure:
+    """Tell an error with all that is known of the run, the outcome of its switch included."""
+    failure = failure_of(error, model=request.model)
+    message = failure.message
+    if isinstance(error, Parked) and state.switch is not None:
+        if error.path is None:
+            message = "the session serves no more and could not be saved; open a new one"
+        message = f"the switch to {state.switch['requested']} failed: {state.switch['reason']}; {message}"
+    return dataclasses.replace(failure, message=message, body=state.body())
+
+
+def refuse_what_generates_nothing(facts: ModelFacts) -> None:
+    """Name models that have no next token."""
+    if facts.is_encoder_only or facts.is_diffusion:
+        kind = "an encoder" if facts.is_encoder_only else "a diffusion model"
+        raise ConfigInvalid("model", f"{facts.name} ({kind})", "a model that generates one token after another")
+
+
+def _work(
+    request: RunRequest, library: Library, prober: Prober, emit: Emit, cancel: threading.Event, state: _Run
+) -> None:
+    """Open, read, switch, generate; keep the books in `state`."""
+    emit(Progress("loading", 0.0))
+    started = perf_counter()
+    with Session.open(
+        request.model,
+        state.placement,
+        library=library,
+        prober=prober,
+        cancel=cancel,
+        progress=_Steps(emit, "loading").share,
+        force=request.force,
+    ) as session:
+        state.load_ms = _ms_since(started)
+        state.placement = session.placement
+        if request.restore is not None:
+            emit(Progress("restoring", None, str(request.restore)))
+            state.restored = dataclasses.asdict(session.restore(request.restore))
+        if request.prompt:
+            _read_prompt(session, request, emit, state)
+        emit(Partial(state.body()))
+        if _has_two_phases(state.reading, request):
+            _switch(session, request, emit, state)
+            # A library that dies later takes the worker with it, and must not take the outcome too.
+            emit(Partial(state.body()))
+            if state.is_parked:
+                raise Parked(session.parked_at)
+            if cancel.is_set():
+                what = "the switch"
+                raise Cancelled(what)
+        _generate(session, request, emit, cancel, state)
+        if request.save is not None:
+            emit(Progress("saving", None, str(request.save)))
+            session.save(request.save)
+
+
+class _Steps:
+    """Passes progress on, a step of a hundredth at a time: callbacks come thousands a second."""
+
+    def __init__(self, emit: Emit, stage: str) -> None:
+        """Begin at nothing."""
+        self._emit = emit
+        self._stage = stage
+        self._told = 0.0
+
+    def share(self, done: float) -> None:
+        """Take a share, 0 to 1."""
+        if done >= self._told + _PROGRESS_STEP or done >= 1.0 > self._told:
+            self._told = done
+            self._emit(Progress(self._stage, done))
+
+    def count(self, done: int, n: int) -> None:
+        """Take a count of so many."""
+        self.share(done / n if n else 1.0)
+
+
+def _read_prompt(session: Session, request: RunRequest, emit: Emit, state: _Run) -> None:
+    """Tokenize the prompt and read it into the session."""
+    tokens = _prompt_tokens(session, request)
+    state.n_prompt = len(tokens)
+    asked = request.placement.n_ctx
+    if 0 < asked < len(tokens):
+        # The library rounds a small context up, so that the tokens might fit: what was asked for counts.
+        raise ContextFull(0, len(tokens), asked)
+    if _has_two_phases(state.reading, request):
+        # The switch that is coming should not wait for the kernel to hand out pages.
+        session.reserve(len(tokens), proof=Proof(request.proof))
+    emit(Progress("prompt", 0.0, f"{len(tokens)} tokens in {session.placement.mode.value} mode"))
+    started = perf_counter()
+    session.prefill(tokens, progress=_Steps(emit, "prompt").count)
+    state.prompt_ms = _ms_since(started)
+
+
+def _prompt_tokens(session: Session, request: RunRequest) -> list[int]:
+    """Turn the prompt into tokens, through the model's chat template where that is asked for."""
+    # A prompt that follows a restored session begins no text, so it gets no special token of its own.
+    add_special = request.restore is None
+    if not request.chat:
+        return text_tokens(session, request.prompt, add_special=add_special, parse_special=False)
+    return chat_tokens(session, chat.messages_from(request.prompt), add_special=add_special)
+
+
+def _switch(session: Session, request: RunRequest, emit: Emit, state: _Run) -> None:
+    """Move the session to the placement that generates, and keep the outcome."""
+    target = dataclasses.replace(
+        request.placement,
+        n_ctx=session.placement.n_ctx,
+        flash_attn=session.placement.flash_attn,
+        n_threads=session.placement.n_threads,
+        n_threads_batch=session.placement.n_threads_batch,
+    )
+
+    def tell(stage: Stage, share: float) -> None:
+        emit(Progress(f"switch: {stage.value}", share))
+
+    def switch(to: Placement) -> SwitchOutcome:
+        return session.switch(
+            to, proof=Proof(request.proof), convert=request.convert, force=request.force, progress=tell
+        )
+
+    outcome = switch(target)
+    if request.convert and _refused_for_its_cache(outcome, target):
+        # The mode is what was asked for; a cache type that it cannot have gives way, and the outcome lists it.
+        emit(Progress("switch: another cache type", None, f"{outcome.reason}; going on with f16"))
+        plain = switch(dataclasses.replace(target, type_k=PLAIN_CACHE, type_v=PLAIN_CACHE))
+        outcome = plain if plain.status is not SwitchStatus.REFUSED else _refused_twice(outcome, plain)
+    _book_switch(outcome, session, state)
+
+
+def _has_two_phases(reading: Placement, request: RunRequest) -> bool:
+    """Tell whether the generation wants another placement than the prompt, be it for its batch sizes alone."""
+    return bool(reading.differs(request.placement))
+
+
+def _refused_twice(asked: SwitchOutcome, plain: SwitchOutcome) -> SwitchOutcome:
+    """Give the outcome of what was asked for, with why another cache type does not help."""
+    more = tuple(reason for reason in plain.reasons if reason not in asked.reasons)
+    reason = f"{asked.reason}; and with a cache of {PLAIN_CACHE}: {plain.reason}"
+    return dataclasses.replace(asked, reason=reason, reasons=(*asked.reasons, *more))
+
+
+def _book_switch(outcome: SwitchOutcome, session: Session, state: _Run) -> None:
+    """Keep an outcome, and where the session is after it."""
+    state.switch = outcome.to_json()
+    if outcome.status is SwitchStatus.PARKED:
+        state.switch["parked_at"] = str(session.parked_at) if session.parked_at is not None else None
+    state.placement = session.placement
+
+
+def _refused_for_its_cache(outcome: SwitchOutcome, target: Placement) -> bool:
+    """Tell whether a quantized cache may be all that stands in the way."""
+    quantized = {target.type_k, target.type_v} & tables.QUANTIZED_CACHE_TYPES
+    codes = {reason.code for reason in outcome.reasons}
+    return outcome.status is SwitchStatus.REFUSED and bool(quantized) and bool(codes & _CACHE_REFUSALS)
+
+
+def _generate(session: Session, request: RunRequest, emit: Emit, cancel: threading.Event, state: _Run) -> None:
+    """Generate until something ends it, passing on each piece that no stop text can still claim."""
+    emit(Progress("generating", None, f"in {session.placement.mode.value} mode"))
+    held = StopTexts(request.sampler.stop)
+    started = perf_counter()
+    try:
+        for token in session.generate(n=request.n_predict, sampler=state.sampler):
+            if token.is_end:
+                state.stopped = "eos"
+                break
+            state.tokens.append(token.id)
+            _pass_on(held.feed(token.piece), emit, state)
+            if held.hit:
+                state.stopped = "stop"
+                break
+            if cancel.is_set():
+                what = "the generation"
+                raise Cancelled(what)
+        else:
+            state.stopped = "length" if 0 <= request.n_predict <= len(state.tokens) else "context"
+    except ContextFull:
+        state.stopped = "context"
+    finally:
+        state.generate_ms = _ms_since(started)
+        was_refused = state.switch is not None and state.switch["status"] == SwitchStatus.REFUSED.value
+        if session.last_switch is not None and state.switch is not None and not was_refused:
+            # The trial decides only now: it confirms the switch, or falls back from it.
+            _book_switch(session.last_switch, session, state)
+        _pass_on(held.rest(), emit, state)
+
+
+def _pass_on(data: bytes, emit: Emit, state: _Run) -> None:
+    """Book a piece of the answer and send it."""
+    if data:
+        state.text += data
+        emit(Piece(data))
+
+
+def _ms_since(started: float) -> float:
+    """Measure from a moment, ms."""
+    return (perf_counter() - started) * 1e3
+
+
+def _rate(n: int, ms: float | None) -> float | None:
+    """Give tokens per second."""
+    return n / ms * 1e3 if ms else None

@@ -1,0 +1,351 @@
+"""The serving worker's loop: orders between decodes, streams carried on, everything told to the supervisor.
+
+Main path: ``serve`` opens the session as the first order says, then takes an order, or else gives the streams a turn,
+until it is told to close. `batching` carries the streams, `hosted` is the session.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager, suppress
+from time import monotonic, perf_counter
+from typing import TYPE_CHECKING, Any
+
+from llama_native import Library
+from splitctl.carry.arena import Arena
+from splitctl.errors import Busy, ConfigInvalid, Parked, SplitctlError
+from splitctl.ipc import orders
+from splitctl.ipc.jobs import Failure, Fault, HostRequest, JobEvent, Progress, ProtocolBroken, Result
+from splitctl.ipc.jobs import SessionReport as ReportEvent
+from splitctl.ipc.orders import Open, Order, Report
+from splitctl.ipc.wire import MessageInvalid, to_object
+from splitctl.model.facts import read_facts
+from splitctl.outcome import Proof, Stage, SwitchOutcome, SwitchStatus, to_plain
+from splitctl.placement import SplitMode
+from splitctl.worker import prompts
+from splitctl.worker.batching import Batcher
+from splitctl.worker.failures import failure_of
+from splitctl.worker.hosted import HostedSession
+from splitctl.worker.inbox import CancelGate, Inbox
+from splitctl.worker.inspection import device_body
+from splitctl.worker.run import prober_of, refuse_what_generates_nothing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Emit = Callable[[JobEvent], None]
+
+_ALIVE_S = 1.0
+"""Least time between two signs of life [seconds]."""
+
+_SHARE_STEP = 0.01
+"""Least progress that is told."""
+
+_N_RESERVED = 4096
+"""Tokens whose state the arenas have room for from the start; a larger one makes them grow when it is saved."""
+
+
+class _Teller:
+    """Sends reports, and signs of life where nothing else is sent. Thread: the worker's one."""
+
+    def __init__(self, emit: Emit) -> None:
+        self.emit = emit
+        self._told_at = monotonic()
+
+    def __call__(self, report: Report) -> None:
+        """Send a report."""
+        self.emit(ReportEvent(to_object(report, orders.REPORTS)))
+        self._told_at = monotonic()
+
+    def tick(self) -> None:
+        """Say that work goes on, unless something was said a moment ago."""
+        if monotonic() - self._told_at >= _ALIVE_S:
+            self(orders.Alive())
+
+
+class _Share:
+    """Passes a share on where it has grown enough, or belongs to something else: callbacks come thousands a second."""
+
+    def __init__(self, tell: Callable[[str, float], None]) -> None:
+        self._tell = tell
+        self._told = ("", 0.0)
+
+    def __call__(self, what: str, share: float) -> None:
+        """Take a share of something, 0 to 1."""
+        was, told = self._told
+        if what != was or share >= told + _SHARE_STEP or share >= 1.0 > told:
+            self._told = (what, share)
+            self._tell(what, share)
+
+
+def serve(
+    request: HostRequest, library: Library, env: Mapping[str, str], emit: Emit, inbox: Inbox, gate: CancelGate
+) -> JobEvent:
+    """Serve a session until it is closed, parked, or cannot be opened.
+
+    Args:
+        request: which model, and where carries are sealed.
+        library: the open library.
+        env: the environment for the probe's children.
+        emit: takes events.
+        inbox: gives orders; the first one opens the session.
+        gate: says whether what runs shall end.
+
+    Returns:
+        The last event.
+
+    Raises:
+        SplitctlError: the session cannot be opened.
+        llama_native.NativeError: the library cannot open it.
+        ProtocolBroken: what came was no order.
+    """
+    try:
+        opening = inbox.take(waiting=True)
+        if not isinstance(opening, Open):
+            raise ProtocolBroken(type(opening).__name__, "the order to open first")
+        with _opened(request, opening, library, env, _Teller(emit), gate) as server:
+            return server.run(inbox)
+    except MessageInvalid as error:
+        raise ProtocolBroken(str(error), "an order") from error
+
+
+@contextmanager
+def _opened(
+    request: HostRequest, order: Open, library: Library, env: Mapping[str, str], tell: _Teller, gate: CancelGate
+) -> Iterator[_Server]:
+    """Open the session and bring its sequences back."""
+    facts = read_facts(request.model)
+    refuse_what_generates_nothing(facts)
+
+    def is_cancelled() -> bool:
+        # Asked all through a try in a child, which has a deadline of its own: work goes on.
+        tell.tick()
+        return gate.is_set()
+
+    prober = prober_of(library, env, request.rpc, is_cancelled)
+    if request.rpc:
+        # An RPC server serves one client at a time: once our model lies on it, the try in a child gets no answer.
+        tell.emit(Progress("trying", None, "tensor mode on the RPC servers, in a child process"))
+        prober(request.model, order.placement.changed(mode=SplitMode.TENSOR), facts)
+    tell.emit(Progress("loading", 0.0))
+    share = _Share(lambda stage, done: tell.emit(Progress(stage, done)))
+    if len(request.arena_fds) != 2:
+        raise ConfigInvalid("arena_fds", list(request.arena_fds), "two descriptors")
+    first, second = (Arena(fd) for fd in request.arena_fds)
+    started = perf_counter()
+    with HostedSession.open(
+        request.model,
+        order.placement,
+        library=library,
+        adapters=[(one.path, one.scale) for one in order.adapters],
+        prober=prober,
+        cancel=gate,
+        progress=lambda done: share("loading", done),
+        force=order.force,
+        arenas=(first, second),
+        on_tick=tell.tick,
+    ) as session:
+        load_ms = (perf_counter() - started) * 1e3
+        session.tell_seals(lambda seal: tell(orders.Sealed(seal)), lambda arena: tell(orders.Unsealed(arena)))
+        started = perf_counter()
+        reason = _bring_back(session, order, share)
+        restore_ms = (perf_counter() - started) * 1e3 if order.seal or order.books else 0.0
+        gate.end()
+        tell(orders.Opened(session.placement, _about(session), bool(reason), reason, load_ms, restore_ms))
+        yield _Server(session, tell, gate)
+
+
+def _bring_back(session: HostedSession, order: Open, share: _Share) -> str:
+    """Let the session hold what the books say; returns why tokens were read again, "" where none were."""
+    why = "no sealed carry was left"
+    if order.seal is not None:
+        share("restoring", 0.0)
+        try:
+            session.take_over(order.seal)
+            why = "they came after the sealed carry"
+        except SplitctlError as error:
+            why = f"the sealed carry could not be used ({error})"
+    n_read = session.adopt(order.books, lambda done, n: share("reading again", done / n))
+    with suppress(OSError):  # where memory is short, the switch that needs it says so
+        session.reserve(min(session.placement.n_ctx, _N_RESERVED))
+    return f"{n_read} tokens were read again: {why}" if n_read else ""
+
+
+def _about(session: HostedSession) -> dict[str, Any]:
+    """Say what a client may want to know of the model."""
+    facts, model = session.facts, session.model
+    return {
+        "path": str(facts.path),
+        "name": facts.name,
+        "architecture": facts.architecture,
+        "n_layer": facts.n_layer,
+        "n_vocab": model.n_vocab,
+        "n_ctx_train": facts.n_ctx_train,
+        "weight_bytes": facts.weight_bytes,
+        "has_chat_template": bool(model.chat_template()),
+        "build": model.library.build,
+        # Asked now, when the weights and the cache lie there, and not between free and place (law 5 of the switch).
+        "devices": [device_body(one) for one in model.library.devices()],
+    }
+
+
+class _Server:
+    """One session that serves. Thread: the worker's one."""
+
+    def __init__(self, session: HostedSession, tell: _Teller, gate: CancelGate) -> None:
+        self._session = session
+        self._tell = tell
+        self._gate = gate
+        self._batcher = Batcher(session, tell)
+        self._on_trial: SwitchOutcome | None = None
+        self._last_told: SwitchOutcome | None = None
+
+    def run(self, inbox: Inbox) -> JobEvent:
+        """Carry out orders and carry on streams; returns the last event."""
+        try:
+            while True:
+                order = inbox.take(waiting=not self._batcher.is_busy)
+                if isinstance(order, orders.Close):
+                    return Result({})
+                if order is not None:
+                    self._carry_out(order)
+                else:
+                    self._batcher.turn()
+                self._tell_trial()
+        except Parked as error:
+            self._tell_trial()
+            failure = failure_of(error)
+            path = self._session.parked_at
+            return Failure(
+                Fault.PARKED, failure.kind, failure.message, {"parked_at": None if path is None else str(path)}
+            )
+
+    def _carry_out(self, order: Order) -> None:
+        """Carry out one order; whatever goes wrong with it is its answer."""
+        match order:
+            case orders.Start():
+                self._batcher.start(order)
+            case orders.Halt():
+                self._batcher.halt(order.stream)
+            case orders.Open() | orders.Close():
+                raise ProtocolBroken(type(order).__name__, "an order of a session that is open")
+            case _:
+                try:
+                    self._tell(self._answer(order))
+                except Parked:
+                    raise
+                except Exception as error:  # noqa: BLE001 - whatever it is, it is this order's answer
+                    self._tell(_failed(order.order, error))
+        if isinstance(order, orders.Switch) and self._session.stage is Stage.PARKED:
+            raise Parked(self._session.parked_at)
+
+    def _answer(self, order: orders.Tokenize | orders.Switch | orders.Check | orders.Save | orders.Restore) -> Report:
+        match order:
+            case orders.Tokenize():
+                return self._tokenize(order)
+            case orders.Switch():
+                return self._switch(order)
+            case orders.Check():
+                return self._check(order)
+            case orders.Save():
+                return orders.Saved(order.order, self._session.save(order.path))
+            case orders.Restore():
+                return self._restore(order)
+
+    def _tokenize(self, order: orders.Tokenize) -> Report:
+        if (order.text is None) == (order.messages is None):
+            raise ConfigInvalid("text", order.text, "a text or messages, one of them")
+        if order.messages is not None:
+            messages = prompts.messages_of(order.messages)
+            tokens = prompts.chat_tokens(self._session, messages, add_special=order.add_special)
+        else:
+            tokens = prompts.text_tokens(
+                self._session, order.text or "", add_special=order.add_special, parse_special=order.parse_special
+            )
+        return orders.Tokenized(order.order, tuple(tokens))
+
+    def _switch(self, order: orders.Switch) -> Report:
+        share = _Share(lambda stage, done: self._tell(orders.StageReached(order.order, stage, done)))
+        with self._cancellable():
+            outcome = self._session.switch(
+                order.target,
+                proof=_proof(order.proof),
+                convert=order.convert,
+                force=order.force,
+                timeout_s=None,
+                progress=lambda stage, done: share(stage.value, done),
+            )
+        if self._session.stage is not Stage.TRIAL:
+            self._on_trial = None
+        elif outcome.status is SwitchStatus.SWITCHED:
+            self._on_trial = outcome
+        self._last_told = self._session.last_switch
+        return orders.Switched(order.order, self._told(outcome))
+
+    def _check(self, order: orders.Check) -> Report:
+        with self._cancellable():
+            found = self._session.judge(order.target, convert=order.convert, force=order.force)
+        return orders.Checked(
+            order.order,
+            found.target,
+            is_unchanged=found.is_unchanged,
+            reasons=tuple({"code": one.code, "text": one.text} for one in found.reasons),
+            conversions=found.conversions,
+            state_bytes=found.state_bytes,
+            weight_bytes=found.weight_bytes,
+            mem_available=found.mem_available,
+        )
+
+    def _restore(self, order: orders.Restore) -> Report:
+        if self._batcher.is_busy:
+            raise Busy("streams")
+        restored = self._session.restore(order.path)
+        return orders.Replaced(
+            order.order, self._session.books(), restored.conversions, restored.recomputed, restored.reason
+        )
+
+    def _tell_trial(self) -> None:
+        """Tell how the trial of a switch went, once."""
+        if self._on_trial is None or self._session.stage is Stage.TRIAL:
+            return
+        outcome, last = self._on_trial, self._session.last_switch
+        if last is not None and last.status is not SwitchStatus.SWITCHED and last is not self._last_told:
+            outcome = last
+        else:
+            # The last switch may be another one by now, which was refused while this one was on trial.
+            outcome = dataclasses.replace(outcome, confirmed=True)
+        self._on_trial = None
+        self._tell(orders.Trial(self._told(outcome)))
+
+    def _told(self, outcome: SwitchOutcome) -> dict[str, Any]:
+        """Write an outcome as the contract has it; of a parked session with its place."""
+        body: dict[str, Any] = outcome.to_json()
+        if outcome.status is SwitchStatus.PARKED:
+            body["parked_at"] = to_plain(self._session.parked_at)
+        return body
+
+    @contextmanager
+    def _cancellable(self) -> Iterator[None]:
+        """Let a cancel be heard by what runs inside."""
+        self._gate.begin()
+        try:
+            yield
+        finally:
+            self._gate.end()
+
+
+def _proof(name: str) -> Proof:
+    try:
+        return Proof(name)
+    except ValueError as error:
+        raise ConfigInvalid("proof", name, f"one of {', '.join(one.value for one in Proof)}") from error
+
+
+def _failed(number: int, error: Exception) -> Report:
+    """Say that an order failed; where it is a fault of ours, the log says where."""
+    failure = failure_of(error)
+    if failure.fault is Fault.INTERNAL:
+        traceback.print_exception(error)
+    return orders.Failed(number, failure.fault, failure.kind, failure.message, failure.body)

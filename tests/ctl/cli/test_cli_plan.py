@@ -1,0 +1,141 @@
+"""`splitctl plan`, as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from splitctl.cli.main import main
+from splitctl.cli.output import ExitCode
+from splitctl.cli.png import Bar, bars_png
+from splitctl.model.facts import read_facts
+from tools.time_rules import make_sparse
+
+_MIB = 1024 * 1024
+
+
+def _plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = main(["plan", *arguments, "--json"])
+    out = capsys.readouterr().out
+    body: dict[str, Any] = json.loads(out)
+    return code, body
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "'-m'"),
+        (["-m", "x", "--free", "CUDA0"], "DEVICE=GiB"),
+        (["-m", "x", "--free", "=3"], "DEVICE=GiB"),
+        (["-m", "x", "--free", "CUDA0=-1"], "DEVICE=GiB"),
+        (["-m", "x", "--free", "CUDA0=nan"], "DEVICE=GiB"),
+        (["-m", "x", "--ubatch", "some"], "a number of tokens or auto"),
+        (["-m", "x", "-psm", "sideways"], "none, layer, row, tensor"),
+    ],
+)
+def test_usage(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    """Refused before anything is read."""
+    assert main(["plan", *arguments]) == ExitCode.USAGE
+    assert said in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Said before any child is started."""
+    code, body = _plan(capsys, "-m", str(tmp_path / "none.gguf"))
+    assert (code, body["error"]["kind"]) == (ExitCode.FAILED, "BadModelFile")
+
+
+def test_a_library_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path, smollm2: Path) -> None:
+    """A plan needs to know the build."""
+    code, body = _plan(capsys, "-m", str(smollm2), "--lib", str(tmp_path / "none.so"))
+    assert code == ExitCode.FAILED
+    assert body["error"]["kind"] == "LibraryUnusable"
+
+
+def test_a_plan_of_a_real_model(capsys: pytest.CaptureFixture[str], smollm2: Path, tmp_path: Path) -> None:
+    """Modes, a switch, the largest chunk and a picture: the library itself says the compute buffers."""
+    picture = tmp_path / "plan.png"
+    code, body = _plan(
+        capsys, "-m", str(smollm2), "-c", "1000", "--device", "CPU,CPU", "-psm", "layer", "-sm", "tensor", "-fa", "on",
+        "--ubatch", "auto", "--plot", str(picture), "--free", "host=16",
+    )  # fmt: skip
+    assert code == ExitCode.DONE
+    assert set(body["modes"]) == {"none", "layer", "tensor"}
+    for mode in body["modes"].values():
+        assert mode["compute_by"] == "library"
+        assert mode["fits"]
+        assert mode["n_ctx"] == 1024
+        assert mode["total"] == sum(device["total"] for device in mode["devices"])
+    tensor = body["modes"]["tensor"]
+    assert round(tensor["devices"][0]["compute"] / _MIB, 2) == 101.52
+    assert round(max(device["weights"] for device in tensor["devices"]) / _MIB, 2) == 60.46
+    assert tensor["largest_context"] == {"n_ctx": 8192, "lacking": []}
+    assert body["ubatch"]["n_ubatch"] == 4096
+    assert (body["switch"]["from"], body["switch"]["to"], body["switch"]["fits"]) == ("layer", "tensor", True)
+    assert body["switch"]["carry"] > 2 * 22.5 * _MIB
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_does_not_fit_is_refused_with_numbers(capsys: pytest.CaptureFixture[str], smollm2: Path) -> None:
+    """A chunk of 256 tokens too: both numbers are told."""
+    code, body = _plan(
+        capsys, "-m", str(smollm2), "-c", "1000", "--device", "CPU,CPU", "-sm", "tensor", "-fa", "on",
+        "--ubatch", "auto", "--free", "host=0.28",
+    )  # fmt: skip
+    assert code == ExitCode.REFUSED
+    assert not body["modes"]["tensor"]["fits"]
+    assert body["ubatch"]["refused"]
+    assert 0 < body["ubatch"]["n_ubatch"] < 256
+    assert "256 are wanted" in body["ubatch"]["text"]
+    assert body["ubatch"]["limited_by"]["wanted"] > body["ubatch"]["limited_by"]["free"]
+
+
+def test_a_plan_for_devices_that_are_elsewhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A model of 400 GB and two cards that are not here: no body is read, and every pool is judged alone."""
+    first = make_sparse(tmp_path, n_bytes=400 * 10**9, n_parts=3)
+    facts = read_facts(first)
+    assert facts.file_bytes > 400 * 10**9
+    assert sum(path.stat().st_blocks * 512 for path in facts.files) < 10_000_000
+    code, body = _plan(
+        capsys, "-m", str(first), "-c", "8192", "-sm", "tensor", "--device", "CUDA0,CUDA1", "-ts", "1,3",
+        "--free", "CUDA0=120,CUDA1=500,host=800",
+    )  # fmt: skip
+    assert code == ExitCode.DONE
+    tensor = body["modes"]["tensor"]
+    assert tensor["compute_by"] == "formula"
+    assert "not here" in tensor["unsaid"]
+    assert [need["fits"] for need in tensor["needs"]] == [True, True, True]
+    layer = body["modes"]["layer"]
+    assert len(layer["tensor_split"]["balanced"]) == 2
+    code, body = _plan(
+        capsys, "-m", str(first), "-c", "8192", "-sm", "tensor", "--device", "CUDA0,CUDA1",
+        "--free", "CUDA0=120,CUDA1=500,host=800",
+    )  # fmt: skip
+    assert code == ExitCode.REFUSED
+    assert [need["pool"] for need in body["modes"]["tensor"]["needs"] if not need["fits"]] == ["CUDA0"]
+
+
+def test_the_terminal_gets_a_bar_for_every_device(capsys: pytest.CaptureFixture[str], smollm2: Path) -> None:
+    """With the words that explain it."""
+    assert main(["plan", "-m", str(smollm2), "-c", "512", "--device", "CPU,CPU", "-sm", "layer", "-fa", "on"]) == 0
+    out = capsys.readouterr().out
+    for words in ("0 CPU", "1 CPU", "host", "█", "layer->tensor", "largest context", "all devices together", "asked"):
+        assert words in out
+
+
+def test_a_picture_holds_what_was_drawn() -> None:
+    """One palette index a pixel; a bar of three quarters is three quarters."""
+    data = bars_png("A PLAN", [(2, "WEIGHTS")], [Bar("X", ((2, 0.75), (7, 0.25)), "3 MIB")])
+    width, height, depth, color = struct.unpack(">IIBB", data[16:26])
+    assert (depth, color) == (8, 3)
+    at = data.index(b"IDAT")
+    (size,) = struct.unpack(">I", data[at - 4 : at])
+    rows = zlib.decompress(data[at + 4 : at + 4 + size])
+    assert len(rows) == height * (width + 1)
+    middle = rows[(width + 1) * 70 : (width + 1) * 71]
+    assert middle.count(2) == 3 * middle.count(7)

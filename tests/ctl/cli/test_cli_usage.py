@@ -1,0 +1,294 @@
+"""What the command line refuses before any child is started, and what its flags come to."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from splitctl.carry.sequence import RANDOM_SEED, SamplerSpec
+from splitctl.cli.main import main
+from splitctl.cli.options import changes_options, placement_options, sampler_options, serving_placement_options
+from splitctl.cli.output import ExitCode, error_body, one_line, print_json, switch_table
+from splitctl.placement import FlashAttn, Placement, SplitMode
+
+_RUN = ["run", "-m", "model.gguf", "-p", "hi", "--device", "CPU,CPU"]
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("LLAMA_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run"], "'-m'"),
+        (["run", "-m", "x"], "-p TEXT or with -f FILE"),
+        (["run", "-m", "x", "-p", "a", "-f", "b"], "one of them"),
+        (["run", "-m", "x", "-p", ""], "the prompt is empty"),
+        ([*_RUN, "-sm", "sideways"], "none, layer, row, tensor"),
+        ([*_RUN, "-psm", "sideways"], "none, layer, row, tensor"),
+        ([*_RUN, "-ts", "1,2,3"], "2 shares at most"),
+        ([*_RUN, "-ts", "-1,2"], "zero or more"),
+        ([*_RUN, "-ts", "nan,1"], "finite"),
+        ([*_RUN, "-ts", "inf,1"], "finite"),
+        ([*_RUN, "-ts", "0,0"], "more than zero"),
+        ([*_RUN, "-ts", "a,b"], "such as 3,1"),
+        ([*_RUN, "-c", "-5"], "from 0"),
+        ([*_RUN, "-c", "many"], "not a valid integer"),
+        ([*_RUN, "-b", "0"], "from 1"),
+        ([*_RUN, "-ngl", "some"], "auto or all"),
+        ([*_RUN, "-fa", "maybe"], "on, off or auto"),
+        ([*_RUN, "-ctk", "q3_k"], "iq4_nl"),
+        ([*_RUN, "-np", "1000"], "256"),
+        ([*_RUN, "--device", "CPU,,CPU"], "splitctl devices"),
+        ([*_RUN, "--temp", "nan"], "finite"),
+        ([*_RUN, "--top-p", "1.5"], "0 to 1"),
+        ([*_RUN, "--repeat-penalty", "0"], "above 0"),
+        ([*_RUN, "--seed", "99999999999"], "4294967295"),
+        ([*_RUN, "--stop", ""], "not empty"),
+        ([*_RUN, "--proof", "faith"], "positions"),
+        ([*_RUN, "--nonsense"], "--nonsense"),
+        (["nonsense"], "nonsense"),
+    ],
+    ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else None,
+)
+def test_a_usage_error_is_one_line(arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """A flag that cannot be is told in one line on stderr that says what is wanted, with status 2."""
+    assert main(arguments) == ExitCode.USAGE
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert said in err
+    assert "--help" in err
+
+
+def test_a_usage_error_is_an_object_too(capfd: pytest.CaptureFixture[str]) -> None:
+    """With --json a usage error is one object on stdout, beside the line on stderr."""
+    assert main(["run", "--json", "-m", "x"]) == ExitCode.USAGE
+    out, err = capfd.readouterr()
+    body = json.loads(out)
+    assert body["exit_code"] == 2
+    assert body["error"]["message"] == err.strip()
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"), [(b"ab\xff", "byte 2 is 0xff"), (b"\xe9", "byte 0"), (None, "cannot be read"), (b"\n", "is empty")]
+)
+def test_a_prompt_file_that_is_no_text(
+    raw: bytes | None, said: str, tmp_path: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A prompt file that is missing, empty or not UTF-8 is named with what is wrong and what to do."""
+    path = tmp_path / "prompt.txt"
+    if raw is not None:
+        path.write_bytes(raw)
+    code = main(["run", "-m", "model.gguf", "-f", str(path)])
+    out, err = capfd.readouterr()
+    assert (code, out) == (ExitCode.USAGE if said == "is empty" else ExitCode.FAILED, "")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_a_prompt_folder_is_no_prompt(tmp_path: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """A folder in the place of a prompt file is told by name."""
+    assert main(["run", "-m", "model.gguf", "-f", str(tmp_path)]) == ExitCode.FAILED
+    assert "Is a directory" in capfd.readouterr().err
+
+
+def test_a_prompt_argument_that_is_no_text(capfd: pytest.CaptureFixture[str]) -> None:
+    """Bytes on the command line that are not UTF-8 are refused, not passed on mangled."""
+    assert main(["run", "-m", "model.gguf", "-p", "ab\udcff"]) == ExitCode.FAILED
+    assert "byte 2 of -p" in capfd.readouterr().err
+
+
+def test_the_version_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    """--version prints the name and the version, and help is no error."""
+    assert main(["--version"]) == ExitCode.DONE
+    assert capfd.readouterr().out.startswith("splitctl, version ")
+    assert main(["run", "--help"]) == ExitCode.DONE
+    assert "-psm" in capfd.readouterr().out
+    assert main([]) == ExitCode.USAGE
+
+
+# -- what flags come to ------------------------------------------------------------------------------------------------
+
+
+def _parsed(arguments: list[str], **env: str) -> tuple[Placement, SamplerSpec]:
+    seen: list[tuple[Placement, SamplerSpec]] = []
+
+    @click.command()
+    @placement_options
+    @sampler_options
+    def command(placement: Placement, sampler: SamplerSpec) -> None:
+        seen.append((placement, sampler))
+
+    done = CliRunner().invoke(command, arguments, env=env, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return seen[0]
+
+
+def test_the_defaults_are_llama_cpps() -> None:
+    """Without a flag or a variable the placement and the sampler are llama.cpp's own."""
+    placement, sampler = _parsed([])
+    assert placement == Placement()
+    assert sampler == SamplerSpec()
+    assert sampler.seed == RANDOM_SEED
+
+
+def test_every_flag_arrives() -> None:
+    """Every placement and sampler flag reaches its field."""
+    words = (
+        "-sm tensor -ts 3,1 -mg 1 --device CPU,CPU -ngl all -c 4096 -ctk q8_0 -ctv f32 -nkvo -fa off -b 64 -ub 32 "
+        "-np 4 -t 3 -tb 5 --temp 0 --top-k 7 --top-p 0.5 --min-p 0.1 --repeat-penalty 1.5 --repeat-last-n 9 --seed 11 "
+        "--stop a --stop b"
+    )
+    placement, sampler = _parsed(words.split())
+    assert placement == Placement(
+        mode=SplitMode.TENSOR,
+        devices=("CPU", "CPU"),
+        tensor_split=(3.0, 1.0),
+        main_gpu=1,
+        n_gpu_layers=-1,
+        n_ctx=4096,
+        type_k="q8_0",
+        type_v="f32",
+        offload_kqv=False,
+        flash_attn=FlashAttn.OFF,
+        n_batch=64,
+        n_ubatch=32,
+        n_seq_max=4,
+        n_threads=3,
+        n_threads_batch=5,
+    )
+    assert sampler == SamplerSpec(0.0, 7, 0.5, 0.1, 1.5, 9, 11, ("a", "b"))
+
+
+def _changes(arguments: list[str], **env: str) -> dict[str, Any]:
+    seen: list[dict[str, Any]] = []
+
+    @click.command()
+    @changes_options
+    def command(changes: dict[str, Any]) -> None:
+        seen.append(changes)
+
+    done = CliRunner().invoke(command, arguments, env=env, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return seen[0]
+
+
+def test_only_named_flags_are_changes() -> None:
+    """What is not on the command line is no change, whatever a variable says; defaults can be named."""
+    assert _changes([], LLAMA_ARG_CTX_SIZE="64", LLAMA_ARG_NO_KV_OFFLOAD="1") == {}
+    assert _changes(["-sm", "layer", "-ts", ""]) == {"mode": SplitMode.LAYER, "tensor_split": None}
+    words = "-ts 3,1 -mg 0 --device CPU,CPU -ngl all -c 0 -ctk f16 -ctv f16 -kvo -fa auto -b 64 -ub 32 -np 4 -kvu"
+    assert _changes([*words.split(), "-t", "-1", "-tb", "2"]) == {
+        "tensor_split": (3.0, 1.0), "main_gpu": 0, "devices": ("CPU", "CPU"), "n_gpu_layers": -1, "n_ctx": 0,
+        "type_k": "f16", "type_v": "f16", "offload_kqv": True, "flash_attn": FlashAttn.AUTO, "n_batch": 64,
+        "n_ubatch": 32, "n_seq_max": 4, "kv_unified": True, "n_threads": 0, "n_threads_batch": 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "n_seq_max", "unified"),
+    [([], 4, True), (["-np", "2"], 2, False), (["-np", "2", "-kvu"], 2, True), (["-no-kvu"], 4, False)],
+)
+def test_a_server_has_llama_servers_sequences(arguments: list[str], n_seq_max: int, unified: bool) -> None:
+    """Four sequences that share one cache, until somebody says how many."""
+    seen: list[Placement] = []
+
+    @click.command()
+    @serving_placement_options
+    def command(placement: Placement) -> None:
+        seen.append(placement)
+
+    assert CliRunner().invoke(command, arguments, catch_exceptions=False).exit_code == 0
+    assert (seen[0].n_seq_max, seen[0].kv_unified) == (n_seq_max, unified)
+
+
+def test_variables_stand_in_for_flags() -> None:
+    """LLAMA_ARG_* variables are read, and a flag wins over its variable."""
+    placement, sampler = _parsed(
+        ["-c", "128"],
+        LLAMA_ARG_SPLIT_MODE="none",
+        LLAMA_ARG_CTX_SIZE="64",
+        LLAMA_ARG_DEVICE="CPU",
+        LLAMA_ARG_N_GPU_LAYERS="3",
+        LLAMA_ARG_FLASH_ATTN="enabled",
+        LLAMA_ARG_CACHE_TYPE_K="q4_0",
+        LLAMA_ARG_THREADS="2",
+        LLAMA_ARG_TEMPERATURE="0.25",
+        LLAMA_ARG_TOP_K="3",
+    )
+    assert placement == Placement(
+        mode=SplitMode.NONE,
+        n_ctx=128,
+        devices=("CPU",),
+        n_gpu_layers=3,
+        flash_attn=FlashAttn.ON,
+        type_k="q4_0",
+        n_threads=2,
+    )
+    assert (sampler.temp, sampler.top_k) == (0.25, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "on_devices"),
+    [
+        ([], {}, True),
+        ([], {"LLAMA_ARG_KV_OFFLOAD": "disabled"}, False),
+        ([], {"LLAMA_ARG_KV_OFFLOAD": "1"}, True),
+        ([], {"LLAMA_ARG_NO_KV_OFFLOAD": "1", "LLAMA_ARG_KV_OFFLOAD": "1"}, False),
+        (["-kvo"], {"LLAMA_ARG_NO_KV_OFFLOAD": "1"}, True),
+        (["-nkvo"], {}, False),
+    ],
+)
+def test_where_the_cache_lives(arguments: list[str], env: dict[str, str], on_devices: bool) -> None:
+    """-kvo, -nkvo and both of llama.cpp's variables decide it, a flag before a variable."""
+    assert _parsed(arguments, **env)[0].offload_kqv is on_devices
+
+
+# -- output ------------------------------------------------------------------------------------------------------------
+
+
+def test_json_is_strict(capfd: pytest.CaptureFixture[str]) -> None:
+    """Numbers that JSON lacks become null, and the object is one line."""
+    print_json({"a": float("nan"), "b": [float("inf"), 1.5], "c": ("x\ny",)})
+    out = capfd.readouterr().out
+    assert out.count("\n") == 1
+    assert json.loads(out) == {"a": None, "b": [None, 1.5], "c": ["x\ny"]}
+
+
+def test_messages_are_one_line() -> None:
+    """Line feeds and terminal escapes in a message do not reach the terminal."""
+    assert one_line("a\n  b\r\n\x1b[31mred\x07") == "a b [31mred"
+    assert error_body("K", "a\nb", ExitCode.FAILED, {"text": "t"}) == {
+        "text": "t",
+        "error": {"kind": "K", "message": "a b"},
+        "exit_code": 1,
+    }
+
+
+def test_the_table_shows_every_stage() -> None:
+    """Stages that did not run have a dash, and a fallback its own row."""
+    table = switch_table(
+        {
+            "requested": "tensor",
+            "status": "fell_back",
+            "stages_ms": {"saving": 1.5, "proving": None},
+            "total_ms": 2.0,
+            "fallback_ms": 0.5,
+            "state_bytes": 1024 * 1024,
+            "weight_bytes": None,
+            "n_tokens": 3,
+        }
+    )
+    assert list(table.columns[0].cells) == [
+        "saving", "proving", "total", "of it falling back", "state", "weights", "tokens carried",
+    ]  # fmt: skip
+    assert list(table.columns[1].cells) == ["1.5 ms", "-", "2.0 ms", "0.5 ms", "1.0 MiB", "-", "3"]

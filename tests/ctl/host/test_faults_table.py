@@ -1,0 +1,126 @@
+"""The table of faults of a hosted session: it is whole, and its short form passes, on the stub and for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from splitctl.ipc import jobs, orders
+from splitctl.ipc.wire import to_object
+from tests.stublib import FaultFile, needs_compiler
+from tools.fault_cells import FOR_EVER, ONCE, STAGES, WAYS, Kind, cells, few_cells, few_real_cells, real_cells
+
+_TOOL = Path(__file__).parents[3] / "tools" / "faults.py"
+_GUARD_S = 900.0
+"""How long the program may take before a test fails; no test measures it."""
+
+
+def _faults(*arguments: str | Path) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, str(_TOOL), "--json", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=_GUARD_S,
+        check=False,
+    )
+    print(done.stderr)
+    assert done.stdout, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert (done.returncode == 0) is (result["failed"] == 0 and result["passed"] > 0)
+    return result
+
+
+def test_every_stage_meets_every_fault() -> None:
+    """Nine stages x six faults, and three that last, x both ways x one stream and four; each is one cell."""
+    found = Counter((cell.stage, cell.kind, (cell.start, cell.target), cell.n_streams) for cell in cells())
+    assert found == Counter(
+        (stage, kind, way, n) for stage in STAGES for kind in (*ONCE, *FOR_EVER) for way in WAYS for n in (1, 4)
+    )
+    assert len(ONCE) == 6
+    assert len(cells()) == len({cell.name for cell in cells()})
+
+
+def test_a_cell_is_played_or_says_why_not() -> None:
+    """What is left out has a reason, and only what no stage can meet: a death is possible in all of them."""
+    assert all(bool(cell.items) is not bool(cell.why_not) for cell in cells())
+    left_out = {(cell.stage, cell.kind) for cell in cells() if cell.why_not and cell.kind in ONCE}
+    assert left_out == {
+        *((stage, Kind.FAILS) for stage in ("checking", "sealing", "freeing")),
+        *((stage, Kind.HANGS) for stage in ("checking", "sealing")),
+        *((stage, Kind.DAMAGED) for stage in ("checking", "freeing", "placing", "building")),
+    }
+
+
+def test_the_short_tables_miss_nothing() -> None:
+    """Every stage and every kind comes in the short form, the real one has every stage, and both have both ways."""
+    few = few_cells()
+    assert {cell.stage for cell in few} == set(STAGES)
+    assert {cell.kind for cell in few} >= set(ONCE)
+    assert {cell.end for cell in few} == {cell.end for cell in cells()}
+    assert [cell.stage for cell in few_real_cells()] == list(STAGES)
+    assert len(list(real_cells())) == len(STAGES) * 2 * 2 * 2
+    for table in (few, few_real_cells()):
+        assert {(cell.start, cell.target) for cell in table} == set(WAYS)
+        assert {cell.n_streams for cell in table} == {1, 4}
+
+
+def _tell(report: orders.Report, env: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
+    line = jobs.encode_event(jobs.SessionReport(to_object(report, orders.REPORTS)))
+    program = f"import os; os.write(1, {line!r}); os.write(1, b'and goes on')"
+    done = subprocess.run([sys.executable, "-P", "-c", program], env=os.environ | env, capture_output=True, check=False)
+    assert done.stdout.startswith(line)
+    return done
+
+
+def test_a_worker_dies_at_the_stage_that_it_tells(tmp_path: Path) -> None:
+    """The means by which a stage without a library call gets its death: at that stage only, once, after telling it."""
+    armed = FaultFile(tmp_path / "faults")
+    armed.arm("at-sealing:kill@1 at-trial:abort")
+    outcome = {"status": "switched", "confirmed": False}
+    ends = [
+        _tell(orders.StageReached(1, "saving"), armed.env),
+        _tell(orders.StageReached(1, "sealing", 0.5), armed.env),
+        _tell(orders.StageReached(1, "sealing"), armed.env),
+        _tell(orders.StageReached(1, "sealing"), armed.env),
+        _tell(orders.Switched(1, {**outcome, "status": "fell_back"}), armed.env),
+        _tell(orders.Switched(1, outcome), armed.env),
+        _tell(orders.Switched(1, outcome), armed.env),
+    ]
+    assert [done.returncode for done in ends] == [0, 0, -signal.SIGKILL, 0, 0, -signal.SIGABRT, -signal.SIGABRT]
+    assert [done.stdout.endswith(b"and goes on") for done in ends] == [not done.returncode for done in ends]
+    assert b"GGML_ASSERT" in ends[-1].stderr
+    assert armed.fired() == ["at-sealing:kill@1", "at-trial:abort"]
+
+
+@pytest.mark.stub
+@pytest.mark.slow
+@needs_compiler
+def test_a_session_survives_the_short_table() -> None:
+    """The session serves, or is parked and brought back; no token of a stream is lost or doubled; nothing is left."""
+    result = _faults("--few")
+    assert result["failures"] == {}
+    assert result["left_over"] == []
+    assert result["passed"] == result["cells"] == len(few_cells())
+
+
+@pytest.mark.build
+@pytest.mark.model
+@pytest.mark.slow
+def test_a_session_on_a_real_library_survives_signals(cache_dir: Path, smollm2: Path) -> None:
+    """Workers of a real build are killed and stopped at every stage; the texts are those of a fresh context."""
+    library = cache_dir / "builds" / "xllamacpp-2026.10.11549" / "xllamacpp" / "xllamacpp.abi3.so"
+    if not library.is_file():
+        pytest.skip("xllamacpp-2026.10.11549 is not there: run ci/builds")
+    result = _faults("--real", "--few", "--lib", library, "--model", smollm2)
+    assert result["failures"] == {}
+    assert result["left_over"] == []
+    assert result["passed"] == result["cells"] == len(STAGES)

@@ -1,0 +1,186 @@
+"""Bodies of OpenAI's requests, one by one: what is taken, what is refused and by which field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from splitctl.carry.sequence import RANDOM_SEED
+from splitctl.host.streams import Done, Why
+from splitctl.http import answers, bodies
+from splitctl.http.errors import ApiError
+
+SAYS = [{"role": "user", "content": "hi"}]
+
+
+def test_a_plain_chat_is_read() -> None:
+    """Messages, their parts and every sampler field arrive as they were sent; what is absent is llama.cpp's default."""
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = {
+        "model": "m",
+        "messages": [{"role": "system", "content": parts}, *SAYS],
+        "max_tokens": 9,
+        "temperature": 0,
+        "top_p": 1,
+        "top_k": -1,
+        "min_p": 0.5,
+        "repeat_penalty": 1.1,
+        "repeat_last_n": -1,
+        "stop": "x",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "seed": 2**32 + 5,
+    }
+    asked = bodies.chat(body, "served")
+    assert [(one.role, one.content) for one in asked.request.messages or ()] == [("system", "ab"), ("user", "hi")]
+    sampler = asked.request.sampler
+    assert (sampler.temp, sampler.top_p, sampler.top_k, sampler.min_p) == (0.0, 1.0, -1, 0.5)
+    assert (sampler.repeat_penalty, sampler.repeat_last_n, sampler.stop, sampler.seed) == (1.1, -1, ("x",), 5)
+    assert (asked.model, asked.is_stream, asked.with_usage, asked.is_chat) == ("m", True, True, True)
+    assert (asked.request.n_predict, asked.n_text_bytes) == (9, 4)
+    plain = bodies.chat({"messages": SAYS}, "served")
+    assert (plain.model, plain.request.n_predict, plain.request.sampler.seed) == ("served", -1, RANDOM_SEED)
+
+
+@pytest.mark.parametrize(
+    ("given", "n"),
+    [
+        ({}, -1),
+        ({"max_tokens": -1}, -1),
+        ({"max_tokens": None, "n_predict": 3}, 3),
+        ({"max_tokens": 4, "n_predict": 3}, 4),
+        ({"max_completion_tokens": 5, "max_tokens": 4}, 5),
+        ({"max_tokens": 0}, 0),
+    ],
+)
+def test_lengths_have_several_names(given: dict[str, Any], n: int) -> None:
+    """OpenAI's newest name counts before its older one, and that before llama-server's; -1 and nothing are no limit."""
+    assert bodies.chat({"messages": SAYS, **given}, "m").request.n_predict == n
+
+
+@pytest.mark.parametrize("seed", [None, -1])
+def test_no_seed_is_a_random_one(seed: int | None) -> None:
+    """Without a seed, and with llama-server's -1, the draw is random."""
+    assert bodies.chat({"messages": SAYS, "seed": seed}, "m").request.sampler.seed == RANDOM_SEED
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "tokens"),
+    [
+        ("a", "a", None),
+        (["a"], "a", None),
+        ([1, 2], None, (1, 2)),
+        ([[1, 2]], None, (1, 2)),
+    ],
+)
+def test_prompts_are_texts_or_tokens(prompt: Any, text: str | None, tokens: tuple[int, ...] | None) -> None:
+    """One text, one list of tokens, or a list that holds one of either."""
+    request = bodies.completion({"prompt": prompt}, "m").request
+    assert (request.prompt, request.tokens) == (text, tokens)
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, "", [], ["a", "b"], [[1], [2]], [1, "a"], [True], [1.0], {}, 5, [-1], [2**31]]
+)
+def test_other_prompts_are_refused(prompt: Any) -> None:
+    """Several prompts, none, and what is no token are refused."""
+    with pytest.raises(ApiError) as refused:
+        bodies.completion({"prompt": prompt}, "m")
+    assert refused.value.status == 400
+    assert refused.value.param in {"prompt", "tokens"}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "grammar": "", "mirostat": 0},
+        {"tools": [], "tool_choice": "none", "functions": None, "response_format": {"type": "text"}, "logprobs": False},
+        {"typical_p": 1.0, "xtc_probability": 0.0, "dry_multiplier": 0, "top_n_sigma": -1, "n_probs": 0, "lora": []},
+        {"user": "me", "metadata": {"a": 1}, "cache_prompt": True, "id_slot": 3, "reasoning_effort": "low", "zzz": []},
+    ],
+)
+def test_fields_that_change_nothing_are_ignored(more: dict[str, Any]) -> None:
+    """Neutral values of what is not supported, and fields that nobody knows, change nothing."""
+    assert bodies.chat({"messages": SAYS, **more}, "m") == bodies.chat({"messages": SAYS}, "m")
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"n": True}, "n"),
+        ({"mirostat": 2}, "mirostat"),
+        ({"typical_p": 0.5}, "typical_p"),
+        ({"top_n_sigma": 1}, "top_n_sigma"),
+        ({"xtc_probability": 0.1}, "xtc_probability"),
+        ({"dry_multiplier": 1}, "dry_multiplier"),
+        ({"ignore_eos": True}, "ignore_eos"),
+        ({"lora": [{"id": 0, "scale": 0}]}, "lora"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"response_format": "json"}, "response_format"),
+        ({"repeat_last_n": 2**30}, "repeat_last_n"),
+        ({"repeat_penalty": 0}, "repeat_penalty"),
+        ({"temperature": True}, "temperature"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"model": "x" * 300}, "model"),
+        ({"stop": "x" * 2000}, "stop"),
+        ({"stop": "\ud800"}, "stop"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"messages": [{"role": "x" * 100, "content": "a"}]}, "messages"),
+        ({"messages": SAYS * 5000}, "messages"),
+        ({"messages": [5]}, "messages"),
+    ],
+)
+def test_fields_that_would_change_the_answer_are_refused(more: dict[str, Any], param: str) -> None:
+    """What cannot be honoured, and what would take much memory, is refused with its name."""
+    with pytest.raises(ApiError) as refused:
+        bodies.chat({"messages": SAYS, **more}, "m")
+    assert (refused.value.status, refused.value.param) == (400, param)
+    assert len(refused.value.message) < 300
+
+
+def test_a_deep_list_in_a_field_is_shown_in_short() -> None:
+    """A value as deep as JSON is read at all does not stop the refusal of it."""
+    deep = json.loads("[" * 900 + "]" * 900)
+    with pytest.raises(ApiError, match="temperature is"):
+        bodies.chat({"messages": SAYS, "temperature": deep}, "m")
+
+
+@pytest.mark.parametrize(
+    ("why", "reason"),
+    [(Why.EOS, "stop"), (Why.STOP, "stop"), (Why.LENGTH, "length"), (Why.CONTEXT, "length"), (Why.ERROR, None)],
+)
+def test_ends_in_openais_words(why: Why, reason: str | None) -> None:
+    """Why an answer ended is stop or length, and nothing where it did not end well."""
+    assert answers.finish_reason(why) == reason
+
+
+def test_chunks_are_in_openais_shape() -> None:
+    """Chats have messages and deltas, completions texts; counts stand in the last chunk, and nowhere else."""
+    done = Done(Why.STOP, n_prompt=5, n_reused=2, n_predicted=3, prompt_ms=10.0, generate_ms=0.0)
+    chat = answers.Form("1", "m", 7, is_chat=True, with_usage=True)
+    assert chat.first()["choices"][0]["delta"] == {"role": "assistant", "content": ""}  # type: ignore[index]
+    assert chat.piece("a")["choices"][0]["delta"] == {"content": "a"}
+    assert chat.piece("a")["usage"] is None
+    assert (chat.piece("a")["object"], chat.whole("a", done)["object"]) == ("chat.completion.chunk", "chat.completion")
+    last = chat.last(done)
+    assert (last["choices"][0]["finish_reason"], last["timings"]["prompt_n"]) == ("stop", 3)
+    assert last["timings"]["predicted_per_second"] is None
+    counts = chat.counts(done)
+    assert (counts["choices"], counts["usage"]["total_tokens"]) == ([], 8)
+    with_tokens = answers.Form("1", "m", 7, is_chat=True, with_tokens=True)
+    assert with_tokens.piece("a", 5)["choices"][0]["tokens"] == [5]
+    assert with_tokens.piece("a")["choices"][0]["tokens"] == []
+    assert with_tokens.whole("a", done, [5, 6])["choices"][0]["tokens"] == [5, 6]
+    plain = answers.Form("1", "m", 7, is_chat=False)
+    assert "tokens" not in plain.piece("a", 5)["choices"][0]
+    assert plain.first() is None
+    assert "usage" not in plain.piece("a")
+    assert plain.whole("a", done)["choices"][0]["text"] == "a"
+
+
+def test_what_is_sent_cannot_break_the_stream() -> None:
+    """Line feeds in texts and reasons never end an event early."""
+    assert answers.data({"a": "x\n\ny"}).count(b"\n") == 2
+    assert answers.comment("a\n\ndata: b\r\r") == b": a data: b\n\n"

@@ -1,0 +1,220 @@
+"""What surely does not fit, given what a session will give back; and the sizes that a prompt is read with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import psutil
+import pytest
+
+from llama_native import Device, DeviceKind, Library
+from splitctl.carry.sequence import SamplerSpec
+from splitctl.errors import Refused
+from splitctl.ipc.jobs import RunRequest
+from splitctl.ipc.reserving import Reserved
+from splitctl.model.header import TensorInfo
+from splitctl.placement import FlashAttn, Placement, SplitMode
+from splitctl.planning.fit_check import definite_shortage, shortage
+from splitctl.planning.memory import DeviceFacts
+from splitctl.probing.free_memory import device_facts
+from splitctl.worker.phases import reading_placement, with_largest_chunk
+from tests.ctl import scenes
+from tests.ctl.model_facts import model_facts
+from tests.ctl.scenes import Scene
+from tests.stublib import Stub, build, needs_compiler, run_child, write_model
+
+_MIB = 1024 * 1024
+FACTS = model_facts(
+    tensors=tuple(TensorInfo(f"blk.{n}.ffn_up.weight", (256, 102_400), 0, 100 * _MIB, 0) for n in range(4))
+)
+LAYER = Placement(
+    mode=SplitMode.LAYER, devices=("CUDA0", "CUDA1"), tensor_split=(1.0, 1.0), n_ctx=256, flash_attn=FlashAttn.ON
+)
+TENSOR = dataclasses.replace(LAYER, mode=SplitMode.TENSOR, tensor_split=None)
+
+
+def _machine(*free: int | None) -> tuple[DeviceFacts, ...]:
+    cards = (DeviceFacts(f"CUDA{n}", "gpu", None if one is None else one * _MIB) for n, one in enumerate(free))
+    return (*cards, DeviceFacts("host", "cpu", 0))
+
+
+@pytest.mark.parametrize(
+    ("current", "free", "pools"),
+    [
+        (None, (250, 250), []),
+        (None, (150, 1000), ["CUDA0"]),
+        (LAYER, (0, 110), []),
+        (None, (None, 250), []),
+    ],
+    ids=["room", "none-on-one", "given-back", "unknown"],
+)
+def test_what_a_session_gives_back_counts_as_free(
+    current: Placement | None, free: tuple[int | None, ...], pools: list[str]
+) -> None:
+    """300 and 100 MiB by layers, 200 and 200 by slices; memory of one device is of no use to the other."""
+    assert [need.pool for need in definite_shortage(FACTS, current, TENSOR, _machine(*free))] == pools
+
+
+def test_compute_buffers_do_not_count() -> None:
+    """By a formula they could refuse what fits; the session finds out by placing, and falls back."""
+    large = dataclasses.replace(TENSOR, n_ctx=256, n_ubatch=4096, n_batch=4096)
+    assert definite_shortage(FACTS, None, large, _machine(201, 201)) == ()
+
+
+def test_shares_that_the_library_chooses_are_one_pool() -> None:
+    """By free memory it puts more layers where there is more: only the sum can be lacking."""
+    chosen = dataclasses.replace(LAYER, tensor_split=None)
+    assert definite_shortage(FACTS, None, chosen, _machine(50, 400)) == ()
+    (need,) = definite_shortage(FACTS, None, chosen, _machine(50, 300))
+    assert (need.pool, need.free) == ("CUDA0 + CUDA1", 350 * _MIB)
+    assert need.wanted >= 400 * _MIB
+
+
+def test_a_device_has_no_more_than_its_total() -> None:
+    """What is given back is an estimate that is too high; the device's size ends it."""
+    small = dataclasses.replace(_machine(0, 0)[1], total=150 * _MIB)
+    machine = (_machine(0)[0], small, DeviceFacts("host", "cpu", 0))
+    assert [need.pool for need in definite_shortage(FACTS, LAYER, TENSOR, machine)] == ["CUDA1"]
+
+
+def test_a_reason_has_both_numbers_and_the_way_out() -> None:
+    """The text names the device, what it would hold, what it has, and what to do."""
+    (reason,) = shortage(FACTS, None, TENSOR, _machine(150, 1000))
+    assert reason.code == "does-not-fit"
+    assert reason.text.startswith(
+        "CUDA0 would hold at least 200 MiB of weights and cache in tensor mode and has 150 MiB"
+    )
+    assert "--force" in reason.text
+
+
+@pytest.mark.parametrize(
+    ("device", "env", "is_known"),
+    [
+        (Device("CUDA0", "card", DeviceKind.GPU, "CUDA", 5, 9), {}, True),
+        (Device("CUDA0", "card", DeviceKind.GPU, "CUDA", 5, 9), {"GGML_CUDA_ENABLE_UNIFIED_MEMORY": "1"}, False),
+        (Device("CUDA0", "card (dev p0/v1)", DeviceKind.GPU, "CUDA", 5, 9), {}, False),
+        (Device("MTL0", "chip", DeviceKind.GPU, "MTL", 5, 9), {}, False),
+        (Device("Vulkan0", "chip", DeviceKind.IGPU, "Vulkan", 5, 9), {}, False),
+        (Device("CUDA0", "card", DeviceKind.GPU, "CUDA", 0, 0), {}, False),
+        (Device("CPU", "processor", DeviceKind.CPU, "CPU", 5, 9), {}, False),
+    ],
+    ids=["card", "unified", "virtual", "metal", "integrated", "silent", "cpu"],
+)
+def test_free_memory_counts_where_it_is_a_limit(device: Device, env: dict[str, str], *, is_known: bool) -> None:
+    """Devices that go on in the host's memory, or share another's, are never said to be full."""
+    (known,) = device_facts([device], env)
+    assert (known.free is not None) is is_known
+
+
+def test_accelerators_and_second_rate_gpus_hold_no_layers() -> None:
+    """A placement without devices uses the cards alone, as the library does."""
+    listed = [
+        Device("CUDA0", "card", DeviceKind.GPU, "CUDA", 5, 9),
+        Device("Vulkan0", "chip", DeviceKind.IGPU, "Vulkan", 5, 9),
+        Device("BLAS", "library", DeviceKind.ACCEL, "BLAS", 0, 0),
+        Device("CPU", "processor", DeviceKind.CPU, "CPU", 5, 9),
+    ]
+    assert [one.name for one in device_facts(listed, {})] == ["CUDA0", "CPU"]
+    assert [one.name for one in device_facts(listed[1:], {})] == ["Vulkan0", "CPU"]
+
+
+def child_too_large(path: str, model: str) -> dict[str, Any]:
+    library = Library.open(path)
+    stub = Stub(path)
+    with scenes.start(library, model, Scene()) as session:
+        scenes.generate(session, 1)
+        target = session.placement.changed(mode=SplitMode.TENSOR, n_ctx=1 << 24)
+        stub.reset()
+        refused = session.switch(target)
+        touched = sorted(set(stub.names()))
+        forced = session.switch(target, force=True)
+        scenes.generate(session, 1)
+        stub.reset()
+        there = session.switch(session.placement.changed(mode=SplitMode.TENSOR))
+        asked = [call.arguments["device"] for call in stub.calls() if call.name == "ggml_backend_dev_memory"]
+        scenes.generate(session, 1)
+        return {
+            "touched": touched,
+            "asked": asked,
+            "outcomes": [[one.status.value, [r.code for r in one.reasons]] for one in (refused, forced, there)],
+            "reason": refused.reason,
+        }
+
+
+@needs_compiler
+@pytest.mark.stub
+def test_a_session_refuses_what_surely_does_not_fit(tmp_path: Path) -> None:
+    """Nothing but memory numbers is asked; --force meets the same and falls back; what fits goes, asking once."""
+    seen = run_child(child_too_large, build(), str(write_model(tmp_path / "m.gguf"))).value()
+    assert seen["touched"] == ["ggml_backend_dev_memory"]
+    refused, forced, there = seen["outcomes"]
+    assert refused == ["refused", ["does-not-fit", "does-not-fit"]]
+    assert "STUB0 would hold at least 2,048 MiB" in seen["reason"]
+    assert forced[0] == "fell_back"
+    assert "does-not-fit" not in forced[1]
+    assert there == ["switched", []]
+    assert len(seen["asked"]) == len(set(seen["asked"]))
+
+
+def child_no_room_for_the_carry(path: str, model: str) -> list[Any]:
+    stub = Stub(path)
+    with scenes.start(Library.open(path), model, Scene()) as session:
+        target = session.placement.changed(mode=SplitMode.TENSOR)
+        real = psutil.virtual_memory()
+        with mock.patch("psutil.virtual_memory", return_value=real._replace(available=16)):
+            stub.reset()
+            refused = session.switch(target)
+            touched = [name for name in stub.names() if name != "ggml_backend_dev_memory"]
+            forced = session.switch(target, force=True)
+        return [refused.status.value, [one.code for one in refused.reasons], touched, forced.status.value]
+
+
+@needs_compiler
+@pytest.mark.stub
+def test_a_carry_that_the_host_cannot_hold_is_refused(tmp_path: Path) -> None:
+    """MemAvailable is compared with the carry before anything is saved; --force goes on."""
+    seen = run_child(child_no_room_for_the_carry, build(), str(write_model(tmp_path / "m.gguf"))).value()
+    assert seen == ["refused", ["does-not-fit"], [], "switched"]
+
+
+def _run(*, batch: int | None = None, ubatch: int | None = None, mode: SplitMode | None = None) -> RunRequest:
+    placement = dataclasses.replace(LAYER, mode=SplitMode.TENSOR, n_ctx=8192, n_batch=512, n_ubatch=128)
+    return RunRequest(
+        Path("m"), None, "p", False, 1, placement, mode, SamplerSpec(), "bytes", False,
+        prompt_batch=batch, prompt_ubatch=ubatch,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("request_", "mode", "n_batch", "n_ubatch"),
+    [
+        (_run(), "tensor", 512, 128),
+        (_run(batch=1024), "tensor", 1024, 128),
+        (_run(batch=64), "tensor", 64, 64),
+        (_run(ubatch=1024, mode=SplitMode.LAYER), "layer", 1024, 1024),
+        (_run(batch=600, ubatch=1024), "tensor", 600, 600),
+    ],
+    ids=["same", "batch", "small-batch", "ubatch", "both"],
+)
+def test_the_prompt_has_sizes_of_its_own(request_: RunRequest, mode: str, n_batch: int, n_ubatch: int) -> None:
+    """What is not named is the generation's; a batch that is named limits its micro-batch."""
+    reading = reading_placement(request_)
+    assert (reading.mode.value, reading.n_batch, reading.n_ubatch) == (mode, n_batch, n_ubatch)
+
+
+def _silent(_placement: Placement, _sizes: Sequence[tuple[int, int, int]]) -> Reserved:
+    return Reserved((), "it cannot", {})
+
+
+def test_the_largest_chunk_is_what_every_device_can_lend() -> None:
+    """With room it is the limit; on a tight device it is refused, with both numbers."""
+    plenty = with_largest_chunk(_run(ubatch=0), FACTS, _machine(90_000, 90_000)[:2], _silent)
+    assert (plenty.n_ubatch, plenty.n_batch) == (4096, 4096)
+    some = with_largest_chunk(_run(ubatch=0, batch=700), FACTS, _machine(90_000, 90_000)[:2], _silent)
+    assert (some.n_ubatch, some.n_batch) == (700, 700)
+    with pytest.raises(Refused, match=r"chunk of 0 tokens is the most .* and 256 are wanted: CUDA1 would hold"):
+        with_largest_chunk(_run(ubatch=0), FACTS, _machine(90_000, 300)[:2], _silent)

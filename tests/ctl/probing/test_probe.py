@@ -1,0 +1,291 @@
+"""The probe: a placement that a build gets wrong is found in a child, and remembered for exactly what it belongs to."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_native import discover
+from splitctl.ipc.probes import Prober
+from splitctl.model.facts import ModelFacts, read_facts
+from splitctl.placement import FlashAttn, Placement, SplitMode
+from splitctl.probing import ProbeKey, ProbeVerdict, Verdict, VerdictCache, build_id, verdict_of_death
+from splitctl.probing.verdicts import shape_of
+from tests.stublib import build, needs_compiler, write_model
+from tools.make_dummies import default_folder, make_many
+
+_TENSOR = Placement(mode=SplitMode.TENSOR, devices=("CPU", "CPU"), n_ctx=256, flash_attn=FlashAttn.ON)
+_OK = ProbeVerdict(Verdict.OK, numbers={"nmse": 1e-6})
+
+
+def _env(**more: str) -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith("STUB_")} | more
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "tiny.gguf")
+
+
+def _ask(
+    model: Path, library: Path, placement: Placement, *, cache: VerdictCache | None = None, **env: str
+) -> ProbeVerdict:
+    return Prober(library, _env(**env), cache)(model, placement, read_facts(model))
+
+
+# -- the try, with a library that misbehaves ---------------------------------------------------------------------------
+
+
+@needs_compiler
+@pytest.mark.stub
+@pytest.mark.parametrize("n_seq_max", [1, 4])
+@pytest.mark.parametrize("kv_unified", [False, True])
+def test_a_sound_build_is_ok(tiny: Path, n_seq_max: int, kv_unified: bool) -> None:
+    """A build whose modes agree is OK, with the numbers that say how well."""
+    placement = dataclasses.replace(_TENSOR, n_seq_max=n_seq_max, kv_unified=kv_unified)
+    found = _ask(tiny, build(), placement)
+    assert (found.verdict, found.why) == (Verdict.OK, "")
+    assert found.numbers["nmse"] == 0.0
+    assert found.numbers["top1_agreement"] == 1.0
+    assert found.numbers["state_bytes"] > 0
+
+
+@needs_compiler
+@pytest.mark.stub
+@pytest.mark.parametrize(
+    ("faults", "verdict", "why"),
+    [
+        ("load:abort:tensor", Verdict.DIES, "GGML_ASSERT(stub_was_asked_to_abort) failed"),
+        ("init:segv:tensor", Verdict.DIES, "died by signal 11 (SIGSEGV) while target: context"),
+        ("decode:abort:tensor", Verdict.DIES, "while target: first batches"),
+        # The prompt decodes, the first batch of one token kills: K-norm with one KV head in 2026.10.
+        ("decode:abort:tensor@2", Verdict.DIES, "while target: first batches"),
+        ("get_data:abort:tensor", Verdict.DIES, "while target: state out"),
+        ("set_data:abort:tensor", Verdict.DIES, "while target: first restore"),
+        ("load:kill:tensor", Verdict.INCONCLUSIVE, "killed"),
+        ("load:abort:layer", Verdict.INCONCLUSIVE, "layer mode itself"),
+        # The stub says "unable to allocate" then, as a real build does.
+        ("load:null:tensor", Verdict.INCONCLUSIVE, "not enough memory"),
+        ("init:null:tensor", Verdict.INCONCLUSIVE, "not enough memory"),
+        ("decode:fail:tensor", Verdict.FAILS, "llama_decode failed"),
+        ("decode:nan:tensor", Verdict.WRONG, "not finite"),
+        ("decode:const:tensor", Verdict.WRONG, "differ from layer mode's"),
+        ("get_data:zero:tensor", Verdict.FAILS, "llama_state_get_data failed"),
+        ("set_data:zero:tensor", Verdict.FAILS, "llama_state_set_data failed"),
+        ("get_data:flip:tensor@2", Verdict.WRONG, "reads back changed"),
+    ],
+)
+def test_what_a_build_gets_wrong_is_found(tiny: Path, faults: str, verdict: Verdict, why: str) -> None:
+    """Deaths, failing calls, wrong logits and a state that does not come back each get their verdict and reason."""
+    found = _ask(tiny, build(), _TENSOR, STUB_FAULTS=faults)
+    assert (found.verdict, why in found.why) == (verdict, True), found
+
+
+@needs_compiler
+@pytest.mark.stub
+def test_a_library_that_hangs_is_dead(tiny: Path) -> None:
+    """A try that makes no progress for its deadline counts as a death."""
+    prober = Prober(build(), _env(STUB_FAULTS="decode:hang:tensor"), deadline_s=2.0)
+    found = prober(tiny, _TENSOR, read_facts(tiny))
+    assert found.verdict is Verdict.DIES
+    assert "it hangs" in found.why
+
+
+@needs_compiler
+@pytest.mark.stub
+def test_a_cancelled_try_says_nothing_about_the_build(tiny: Path, tmp_path: Path) -> None:
+    """A try that is stopped is inconclusive, and is not remembered."""
+    cache = VerdictCache(tmp_path / "probes.json")
+    prober = Prober(build(), _env(), cache, is_cancelled=lambda: True)
+    assert prober(tiny, _TENSOR, read_facts(tiny)).verdict is Verdict.INCONCLUSIVE
+    assert not (tmp_path / "probes.json").exists()
+
+
+@needs_compiler
+@pytest.mark.stub
+def test_a_cancel_does_not_wait_for_a_try_that_hangs(tiny: Path) -> None:
+    """A child that hangs is asked about all the while, and the first yes ends the try."""
+    answers = iter([False] * 20 + [True])
+    prober = Prober(build(), _env(STUB_FAULTS="load:hang"), is_cancelled=lambda: next(answers))
+    found = prober(tiny, _TENSOR, read_facts(tiny))
+    assert (found.verdict, found.why) == (Verdict.INCONCLUSIVE, "the try was cancelled")
+    assert list(answers) == []
+
+
+@needs_compiler
+@pytest.mark.stub
+def test_a_verdict_is_remembered_and_a_shortage_is_not(tiny: Path, tmp_path: Path) -> None:
+    """The second question is answered from the file, without a child; what came of a shortage is tried again."""
+    cache = VerdictCache(tmp_path / "cache" / "probes.json")
+    calls = tmp_path / "calls"
+    short = _ask(tiny, build(), _TENSOR, cache=cache, STUB_FAULTS="init:null:tensor", STUB_CALLS=str(calls))
+    assert (short.verdict, short.remembered) == (Verdict.INCONCLUSIVE, False)
+    first = _ask(tiny, build(), _TENSOR, cache=cache, STUB_CALLS=str(calls))
+    assert (first.verdict, first.remembered) == (Verdict.OK, False)
+    before = calls.read_text()
+    second = _ask(tiny, build(), _TENSOR, cache=cache, STUB_CALLS=str(calls))
+    assert (second, second.remembered) == (dataclasses.replace(first, remembered=True), True)
+    assert calls.read_text() == before
+
+
+@needs_compiler
+@pytest.mark.stub
+def test_a_cache_that_cannot_be_written_costs_nothing(tiny: Path, tmp_path: Path) -> None:
+    """Without a place for the file the verdict is given all the same."""
+    (tmp_path / "file").write_text("")
+    found = _ask(tiny, build(), _TENSOR, cache=VerdictCache(tmp_path / "file" / "probes.json"))
+    assert found.verdict is Verdict.OK
+
+
+# -- the verdicts' file ------------------------------------------------------------------------------------------------
+
+
+def _key(**changes: Any) -> ProbeKey:
+    plain = ProbeKey("b", "s", "tensor", ("CPU", "CPU"), None, ("f16", "f16"), True, "on", False, False)
+    return dataclasses.replace(plain, **changes)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"build": "c"},
+        {"shape": "t"},
+        {"mode": "row"},
+        {"devices": ("CPU",)},
+        {"tensor_split": (0.75, 0.25)},
+        {"cache_types": ("q8_0", "f16")},
+        {"offload_kqv": False},
+        {"flash_attn": "off"},
+        {"many_sequences": True},
+        {"kv_unified": True},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_verdict_belongs_to_everything_that_could_change_it(tmp_path: Path, change: dict[str, Any]) -> None:
+    """A key that differs in any field asks again."""
+    cache = VerdictCache(tmp_path / "probes.json")
+    cache.put(_key(), _OK)
+    assert cache.get(_key()) == dataclasses.replace(_OK, remembered=True)
+    assert cache.get(_key(**change)) is None
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b'{"format":99,"verdicts":{}}',
+        b'{"format":1,"verdicts":[]}',
+        b'{"format":1,"verdicts":{"KEY":[]}}',
+        b'{"format":1,"verdicts":{"KEY":{"verdict":"sideways","why":"","numbers":{}}}}',
+        b'{"format":1,"verdicts":{"KEY":{"verdict":"ok"}}}',
+        b"[" * 200_000,
+    ],
+)
+def test_a_damaged_file_counts_as_empty(tmp_path: Path, raw: bytes) -> None:
+    """Whatever lies in the file's place, nothing is remembered from it, and the next verdict replaces it."""
+    path = tmp_path / "probes.json"
+    path.write_bytes(raw.replace(b"KEY", _key().text().replace('"', '\\"').encode()))
+    cache = VerdictCache(path)
+    assert cache.get(_key()) is None
+    cache.put(_key(), _OK)
+    assert cache.get(_key()) is not None
+
+
+def test_writers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
+    """Verdicts of many writers are all there afterwards, and no temporary file is left."""
+    path = tmp_path / "probes.json"
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(VerdictCache(path).put, _key(build=str(n)), _OK) for n in range(40)]:
+            done.result()
+    assert all(VerdictCache(path).get(_key(build=str(n))) for n in range(40))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["probes.json", "probes.lock"]
+
+
+def test_a_build_is_told_by_its_files(tmp_path: Path) -> None:
+    """Another library file, or another ggml beside it, is another build."""
+    library = tmp_path / "libllama.so"
+    library.write_bytes(b"1")
+    first = build_id(library)
+    assert build_id(library) == first
+    (tmp_path / "libggml-cpu.so").write_bytes(b"2")
+    second = build_id(library)
+    library.write_bytes(b"12")
+    assert len({first, second, build_id(library)}) == 3
+
+
+@pytest.mark.parametrize("change", [{"n_head_kv": (1,)}, {"has_k_norm": True}, {"max_alibi_bias": 8.0}, {"n_layer": 3}])
+def test_a_shape_is_told_by_heads_and_norms(tiny: Path, change: dict[str, Any]) -> None:
+    """Models that differ in what a build trips over have different shapes; the file's place does not matter."""
+    facts: ModelFacts = read_facts(tiny)
+    assert shape_of(facts) == shape_of(dataclasses.replace(facts, path=Path("/elsewhere"), name="other"))
+    assert shape_of(facts) != shape_of(dataclasses.replace(facts, **change))
+
+
+def test_a_death_for_want_of_memory_says_nothing_about_the_build() -> None:
+    """The abort of a stock tensor mode without memory is inconclusive; any other death is the build's."""
+    tail = ("log: loading", "ggml-backend-meta.cpp:1: GGML_ASSERT(meta_buf_ctx->bufs[i]) failed")
+    assert verdict_of_death("died by signal 6 (SIGABRT)", "target: loading", tail).verdict is Verdict.INCONCLUSIVE
+    assert verdict_of_death("died by signal 6 (SIGABRT)", "target: loading", ()).verdict is Verdict.DIES
+
+
+# -- real libraries ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real_library() -> Path:
+    for one in discover.candidates(os.environ):
+        if one.usable:
+            return one.path
+    pytest.skip("no libllama is installed: pip install xllamacpp")
+
+
+@pytest.mark.model
+def test_a_real_build_can_split_smollm2(smollm2: Path, real_library: Path) -> None:
+    """SmolLM2 (3 KV heads) in tensor mode on two devices agrees with layer mode up to float order."""
+    found = _ask(smollm2, real_library, _TENSOR)
+    assert found.verdict is Verdict.OK, found
+    assert 0.0 < found.numbers["nmse"] < 0.02
+
+
+@pytest.mark.model
+def test_a_real_build_dies_with_its_cache_on_the_host(smollm2: Path, real_library: Path) -> None:
+    """Tensor mode with the cache in host memory crashes in the first decode; the command that asked does not."""
+    found = _ask(smollm2, real_library, dataclasses.replace(_TENSOR, offload_kqv=False))
+    assert found.verdict in {Verdict.DIES, Verdict.WRONG}, found
+
+
+@pytest.mark.model
+def test_a_real_build_dies_of_one_kv_head_with_a_norm(gemma3_270m: Path, real_library: Path) -> None:
+    """Gemma 3 (one KV head, K-norm) in tensor mode dies at the first batch of one token."""
+    found = _ask(gemma3_270m, real_library, _TENSOR)
+    assert found.verdict is Verdict.DIES, found
+    assert "GGML_ASSERT" in found.why
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "keeps_state"),
+    [
+        ("bert", Verdict.OK, False),
+        ("dream", Verdict.OK, False),
+        ("mamba", Verdict.FAILS, False),
+        ("qwen3next", Verdict.OK, True),
+        ("baichuan+8h", Verdict.WRONG, False),
+    ],
+)
+def test_a_real_build_is_judged_by_architecture(
+    name: str, verdict: Verdict, keeps_state: bool, real_library: Path
+) -> None:
+    """Encoders, diffusion models, recurrent and hybrid memories and ALiBi get the verdict that the build deserves."""
+    ((_, model, why),) = make_many(default_folder(), [name])
+    if model is None:
+        pytest.skip(f"this build cannot make {name}: {why}")
+    found = _ask(model, real_library, _TENSOR)
+    assert found.verdict is verdict, found
+    assert ("state_bytes" in found.numbers) is keeps_state
