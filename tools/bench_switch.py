@@ -69,7 +69,7 @@ class Bare:
     def __init__(self, library: Library, session: Session) -> None:
         """Move the model and the context of ``session``; there and back, so that its books stay true."""
         self._library = library
-        self._engine = session._core.engine  # noqa: SLF001 - moved without its knowledge, which is the point
+        self._engine = session._live.engine  # noqa: SLF001 - moved without its knowledge, which is the point
         self._path = os.fsencode(self._engine.model_path)
         self.stages: dict[str, list[float]] = {}
         with library.calling() as (ffi, lib):
@@ -79,14 +79,14 @@ class Bare:
             self._silent = ffi.cast(
                 "ggml_log_callback", int(silent.cast("uintptr_t", silent.addressof(self._libc, "abs")))
             )
-            n_bytes = int(lib.llama_state_get_size(self._engine.live.pointer)) + _ROOM
+            n_bytes = int(lib.llama_state_get_size(self._engine.live_context.pointer)) + _ROOM
             self._buffer = np.ones(n_bytes, np.uint8)
             self._view = ffi.from_buffer("uint8_t[]", self._buffer)
 
     def switch(self, placement: Placement) -> Times:
         """Move; the log is given back to the session afterwards."""
         engine = self._engine
-        model, context = engine.model, engine.live
+        model, context = engine.model, engine.live_context
         if model is None:
             msg = "a session that serves has a model"
             raise AssertionError(msg)

@@ -225,7 +225,7 @@ class Engine:
         self.build(placement, abortable=True)
 
     @property
-    def live(self) -> Context:
+    def live_context(self) -> Context:
         """The context; asking for it when there is none is a fault of ours."""
         if self.context is None:
             msg = "the engine has no context now"

@@ -78,7 +78,7 @@ class LiveSession:
         self.pending_shift = False
         self.state_shape: tuple[frozenset[int], tuple[str, ...], bool | None, tuple[bool, ...]] | None = None
         """How the last state was read: versions, kinds of sections, extra records in cells, V in attention sections."""
-        self.has_memory = engine.live.has_memory
+        self.has_memory = engine.live_context.has_memory
         self.n_vocab = self.model.n_vocab
         self.is_encoder_decoder = self.model.has_encoder and self.model.has_decoder
         self.decoder_start = self.model.decoder_start_token
@@ -105,7 +105,7 @@ class LiveSession:
 
     def positions(self) -> dict[int, tuple[int, int]]:
         """Ask the library for every sequence's first and last position; (-1, -1) where it holds none."""
-        context = self.engine.live
+        context = self.engine.live_context
         return {seq_id: (context.pos_min(seq_id), context.pos_max(seq_id)) for seq_id in range(context.n_seq_max)}
 
     def reserve(self, n_tokens: int, *, n_copies: int) -> int:
@@ -169,7 +169,7 @@ class LiveSession:
 
     def _held_and_room(self, seq_id: int) -> tuple[int, int]:
         """Return the cells that count against a sequence's room, and the room."""
-        context = self.engine.live
+        context = self.engine.live_context
         unified = self.placement.kv_unified
         held = sum(s.n_past for s in self.slots.values()) if unified else self.slots[seq_id].n_past
         return held, context.n_ctx if unified or self.placement.n_seq_max == 1 else context.n_ctx_seq
@@ -180,7 +180,7 @@ class LiveSession:
         Raises:
             ConfigInvalid: with both numbers.
         """
-        most = self.engine.live.n_ubatch
+        most = self.engine.live_context.n_ubatch
         if n_tokens > most:
             wanted = f"{most} at most, the size of a micro-batch (-ub): an encoder reads its prompts as a whole"
             raise ConfigInvalid("tokens", f"{n_tokens} for the encoder", wanted)
@@ -196,7 +196,7 @@ class LiveSession:
             Cancelled: the cancel flag ended it; the memory holds what was decoded until then.
             llama_native.CallFailed: the library refused or failed.
         """
-        context = self.engine.live
+        context = self.engine.live_context
         try:
             context.decode(batch.tokens, batch.positions, batch.seq_ids, batch.outputs)
         except CallFailed as error:
@@ -224,13 +224,13 @@ class LiveSession:
             tokens += slot.encoder_tokens.tolist()
             positions += range(n)
             seq_ids += [slot.seq_id] * n
-        self.engine.live.encode(tokens, positions, seq_ids, [True] * len(tokens))
+        self.engine.live_context.encode(tokens, positions, seq_ids, [True] * len(tokens))
 
     def replay_tokens(self) -> None:
         """Read every sequence's tokens again into an empty memory; logits that the session holds stay as they are."""
         self.encode()
         for slot in self.used():
-            for batch in batches(slot.seq_id, slot.tokens[: slot.n_past], 0, self.engine.live.n_batch):
+            for batch in batches(slot.seq_id, slot.tokens[: slot.n_past], 0, self.engine.live_context.n_batch):
                 self.run(batch)
 
 

@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 class Decoder:
     """Decodes for one session. Thread: the session's turn guards it."""
 
-    def __init__(self, core: LiveSession, switcher: Switcher) -> None:
-        """Decode on ``core``; ``switcher`` is told how a trial went."""
-        self._core = core
+    def __init__(self, live: LiveSession, switcher: Switcher) -> None:
+        """Decode on ``live``; ``switcher`` is told how a trial went."""
+        self._live = live
         self._switcher = switcher
         self._effects = switcher.effects
 
@@ -55,29 +55,29 @@ class Decoder:
         Raises:
             ConfigInvalid: the prompts of all sequences are more than the encoder reads at once.
         """
-        self._core.check_encoder(len(tokens) + sum(int(one.encoder_tokens.size) for one in self._core.used()))
+        self._live.check_encoder(len(tokens) + sum(int(one.encoder_tokens.size) for one in self._live.used()))
         slot.encoder_tokens = np.array(tokens, np.int32)
         try:
             self.encode_again()
         except CallFailed:
             slot.encoder_tokens = no_tokens()
             raise
-        return [max(self._core.decoder_start, 0)]
+        return [max(self._live.decoder_start, 0)]
 
     def encode_again(self) -> None:
         """Run the encoder over every sequence's prompt, for the library keeps the output of its last call only.
 
         It refuses positions that the memory holds, so what the decoder has so far steps aside meanwhile.
         """
-        context = self._core.engine.live
-        if not any(slot.n_past for slot in self._core.used()):
-            self._core.encode()
+        context = self._live.engine.live_context
+        if not any(slot.n_past for slot in self._live.used()):
+            self._live.encode()
             return
         held = bytearray(state_size(context))
         n = state_get(context, held)
         context.clear()
         try:
-            self._core.encode()
+            self._live.encode()
         finally:
             state_set(context, memoryview(held)[:n])
 
@@ -92,7 +92,7 @@ class Decoder:
             return
         for slot in slots:
             # In one buffer of cells for all they need one each.
-            self._core.check_room(slot.seq_id, len(slots) if self._core.placement.kv_unified else 1)
+            self._live.check_room(slot.seq_id, len(slots) if self._live.placement.kv_unified else 1)
         batch = Batch(
             [slot.tokens[-1] for slot in slots],
             [slot.n_past for slot in slots],
@@ -128,10 +128,10 @@ class Decoder:
 
     def _book_what_is_held(self, slot: Slot, new: Sequence[int]) -> None:
         """After a decode that ended early: micro-batches that were done stay in the memory, so the books follow it."""
-        core = self._core
-        if not core.has_memory or core.engine.context is None:
+        live = self._live
+        if not live.has_memory or live.engine.context is None:
             return
-        context = core.engine.live
+        context = live.engine.live_context
         n_held = context.pos_max(slot.seq_id) + 1 - slot.n_past
         if n_held > 0 and (new or not context.seq_rm(slot.seq_id, slot.n_past, -1)):
             slot.tokens.extend(new[:n_held])
@@ -140,22 +140,22 @@ class Decoder:
         self._effects.transfer.reseal()
 
     def _take(self, slot: Slot, index: int, row: NDArray[np.float32]) -> None:
-        if self._core.facts.is_encoder_only:
+        if self._live.facts.is_encoder_only:
             slot.embedding = row
             return
-        if self._core.engine.embeddings:
-            slot.embedding = np.frombuffer(self._core.engine.live.embeddings(index, slot.seq_id), np.float32)
+        if self._live.engine.embeddings:
+            slot.embedding = np.frombuffer(self._live.engine.live_context.embeddings(index, slot.seq_id), np.float32)
         slot.take_rows(row.reshape(1, -1), np.array([index], np.int32))
 
     def _run(self, batch: Batch) -> dict[int, NDArray[np.float32]]:
         """Decode; a trial that fails is done again in the old placement."""
-        core = self._core
+        live = self._live
         if not self._switcher.on_trial:
-            return core.run(batch)
+            return live.run(batch)
         try:
-            rows = core.run(batch)
+            rows = live.run(batch)
             # An embedding decoder leaves its logits at zero.
-            wrong = "" if core.engine.embeddings else _nonsense(rows)
+            wrong = "" if live.engine.embeddings else _nonsense(rows)
         except CallFailed as error:
             rows, wrong = {}, str(error)
         if not wrong:
@@ -164,7 +164,7 @@ class Decoder:
         self._switcher.trial_failed(Reason("trial-failed", f"the first decode after the switch failed: {wrong}"))
         if self._switcher.state.stage is Stage.PARKED:
             raise self._effects.gone(self._switcher.state)
-        return core.run(batch)
+        return live.run(batch)
 
     def draw(self, slot: Slot) -> int:
         """Draw a sequence's next token from its logits, and book it.
@@ -192,7 +192,7 @@ class Decoder:
 
     def put_sampler(self, slot: Slot, spec: SamplerSpec, n_draws: int) -> None:
         """Give a sequence a fresh sampler that has been told its tokens and has made so many draws."""
-        fresh = Sampler(self._core.engine.library, spec, self._core.n_vocab)
+        fresh = Sampler(self._live.engine.library, spec, self._live.n_vocab)
         fresh.replay(slot.tokens, n_draws)
         old, slot.sampler = slot.sampler, fresh
         if old is not None:
@@ -210,11 +210,11 @@ class Decoder:
         self._effects.transfer.reseal()
 
     def _copy_memory(self, src: Slot, dst: Slot) -> None:
-        core = self._core
-        context = core.engine.live
-        if not core.has_memory or src.n_past == 0:
+        live = self._live
+        context = live.engine.live_context
+        if not live.has_memory or src.n_past == 0:
             return
-        if core.placement.kv_unified and core.facts.architecture not in _ALWAYS_STREAMS:
+        if live.placement.kv_unified and live.facts.architecture not in _ALWAYS_STREAMS:
             context.seq_cp(src.seq_id, dst.seq_id)
             return
         # Between streams the library copies rows at the next decode only; the sequence's state is whole at once.
@@ -226,7 +226,7 @@ class Decoder:
         """Keep a sequence's first ``n_tokens``; a memory that cannot be cut is filled from the tokens again."""
         tokens = slot.tokens[:n_tokens]
         kept = self.keep(slot, n_tokens - 1)
-        for batch in batches(slot.seq_id, tokens[kept:], kept, self._core.placement.n_batch, last_output=True):
+        for batch in batches(slot.seq_id, tokens[kept:], kept, self._live.placement.n_batch, last_output=True):
             self.decode_new(slot, batch, tell_sampler=False)
         self._forget_draws_behind(slot)
 
@@ -238,11 +238,11 @@ class Decoder:
         Returns:
             Tokens kept.
         """
-        core = self._core
+        live = self._live
         n_kept = n_tokens
         if n_tokens < slot.n_past:
-            context = core.engine.live
-            if not core.has_memory:
+            context = live.engine.live_context
+            if not live.has_memory:
                 n_kept = 0
             elif not self._can_keep(slot, n_tokens) or not context.seq_rm(slot.seq_id, n_tokens, -1):
                 context.seq_rm(slot.seq_id)
@@ -255,8 +255,8 @@ class Decoder:
 
     def _can_keep(self, slot: Slot, n_tokens: int) -> bool:
         """Tell whether the memory still holds all that a token after so many looks back at: a window moves on."""
-        oldest_seen = max(0, n_tokens - self._core.model.n_swa) if self._core.model.n_swa else 0
-        return n_tokens > 0 and 0 <= self._core.engine.live.pos_min(slot.seq_id) <= oldest_seen
+        oldest_seen = max(0, n_tokens - self._live.model.n_swa) if self._live.model.n_swa else 0
+        return n_tokens > 0 and 0 <= self._live.engine.live_context.pos_min(slot.seq_id) <= oldest_seen
 
     def _forget_draws_behind(self, slot: Slot) -> None:
         """Let penalties look back at the tokens that are left; the random draws go on where they were."""
@@ -265,7 +265,7 @@ class Decoder:
 
     def again(self, slot: Slot) -> None:
         """Decode a sequence's last token again in its place."""
-        self._core.engine.live.seq_rm(slot.seq_id, slot.n_past - 1, -1)
+        self._live.engine.live_context.seq_rm(slot.seq_id, slot.n_past - 1, -1)
         slot.n_past -= 1
         if self._switcher.on_trial:
             self._effects.transfer.reseal()
@@ -276,10 +276,10 @@ class Decoder:
         if self._switcher.on_trial:
             self.again(slot)  # a shift cannot be saved before a decode has applied it, so the trial comes first
         self.refuse_shift()  # the trial may have brought another placement back
-        context = self._core.engine.live
+        context = self._live.engine.live_context
         if not context.seq_rm(slot.seq_id, n_keep, n_keep + n_discard):
             raise Refused((Reason("cannot-shift", "this memory cannot drop tokens from its middle"),))
-        self._core.pending_shift = True
+        self._live.pending_shift = True
         context.seq_add(slot.seq_id, n_keep + n_discard, -1, -n_discard)
         del slot.tokens[n_keep : n_keep + n_discard]
         slot.n_past -= n_discard
@@ -288,14 +288,14 @@ class Decoder:
 
     def refuse_shift(self) -> None:
         """Raise Refused where a shift would end in an abort, or cannot be."""
-        if self._core.placement.mode is SplitMode.TENSOR:
+        if self._live.placement.mode is SplitMode.TENSOR:
             reason = Reason(
                 "shift-in-tensor-mode",
                 "the context cannot be shifted in tensor mode (the library's next decode would abort); "
                 "switch to layer first, or open a larger context",
             )
             raise Refused((reason,))
-        if not self._core.engine.live.can_shift():
+        if not self._live.engine.live_context.can_shift():
             raise Refused((Reason("cannot-shift", "this model's memory cannot be shifted; open a larger context"),))
 
 

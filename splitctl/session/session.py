@@ -50,14 +50,14 @@ class Session:
     Thread: any; one at a time works, a switch goes first. Lifetime: until :meth:`close`; also a context manager.
     """
 
-    def __init__(self, core: LiveSession, checker: Checker, storage: Storage) -> None:
+    def __init__(self, live: LiveSession, checker: Checker, storage: Storage) -> None:
         """Use :meth:`open`."""
-        self._core = core
+        self._live = live
         self._checker = checker
         self._storage = storage
-        self._effects = Effects(core, self._storage.park)
-        self._switcher = Switcher(self._effects, core.placement)
-        self._decoder = Decoder(core, self._switcher)
+        self._effects = Effects(live, self._storage.park)
+        self._switcher = Switcher(self._effects, live.placement)
+        self._decoder = Decoder(live, self._switcher)
 
     @classmethod
     def open(
@@ -118,8 +118,8 @@ class Session:
         try:
             engine.place(wanted, progress)
             resolved = engine.build(wanted)
-            core = LiveSession(engine, facts, resolved, flag, arenas)
-            return cls(core, checker, Storage(core))
+            live = LiveSession(engine, facts, resolved, flag, arenas)
+            return cls(live, checker, Storage(live))
         except BaseException:
             engine.free()
             raise
@@ -127,12 +127,12 @@ class Session:
     @property
     def placement(self) -> Placement:
         """The placement that the session serves in, with what the library resolved."""
-        return self._core.placement
+        return self._live.placement
 
     @property
     def facts(self) -> ModelFacts:
         """What the model's header says."""
-        return self._core.facts
+        return self._live.facts
 
     @property
     def model(self) -> Model:
@@ -141,7 +141,7 @@ class Session:
         Raises:
             Parked: the session serves no more.
         """
-        model: Model = self._core.model
+        model: Model = self._live.model
         return model
 
     @property
@@ -157,7 +157,7 @@ class Session:
     @property
     def n_decodes(self) -> int:
         """Decodes done since the session opened."""
-        return self._core.n_decodes
+        return self._live.n_decodes
 
     @property
     def parked_at(self) -> Path | None:
@@ -179,7 +179,7 @@ class Session:
     def tokenize(self, text: str | bytes, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Turn text into the model's tokens; ``add_special`` adds BOS as the model wants it."""
         with self._working("tokenizing"):
-            model = self._core.model
+            model = self._live.model
             return model.tokenize(text, add_special=add_special, parse_special=parse_special)
 
     def prefill(
@@ -202,17 +202,17 @@ class Session:
             Cancelled: the cancel flag was set; the sequence keeps what was read.
         """
         slot = self._slot(seq_id)
-        self._core.check_tokens(tokens)
-        if self._core.is_encoder_decoder and not slot.encoder_tokens.size:
+        self._live.check_tokens(tokens)
+        if self._live.is_encoder_decoder and not slot.encoder_tokens.size:
             with self._working("encoding a prompt"):
                 tokens = self._decoder.begin_decoder(slot, tokens)
         with self._working("reading a prompt"):
             self._decoder.settle(slot)
-            self._core.check_room(seq_id, len(tokens))
-        done, n, n_batch = 0, len(tokens), self._core.placement.n_batch
+            self._live.check_room(seq_id, len(tokens))
+        done, n, n_batch = 0, len(tokens), self._live.placement.n_batch
         while done < n:
             with self._working("reading a prompt"):
-                chunk = tokens[done : done + min(n_batch, self._core.placement.n_batch)]
+                chunk = tokens[done : done + min(n_batch, self._live.placement.n_batch)]
                 batch = next(iter(batches(seq_id, chunk, slot.n_past, len(chunk), last_output=done + len(chunk) == n)))
                 self._decoder.decode_new(slot, batch)
                 done += len(chunk)
@@ -241,7 +241,7 @@ class Session:
             token = self.advance((seq_id,))[seq_id]
             made += 1
             yield token
-            if token.is_end or (n < 0 and self._core.is_full(seq_id)):
+            if token.is_end or (n < 0 and self._live.is_full(seq_id)):
                 return
 
     def advance(self, seq_ids: Sequence[int]) -> dict[int, Token]:
@@ -289,8 +289,8 @@ class Session:
         """Forget a sequence."""
         with self._working("removing a sequence"):
             slot = self._slot(seq_id)
-            if self._core.has_memory:
-                self._core.engine.live.seq_rm(seq_id)
+            if self._live.has_memory:
+                self._live.engine.live_context.seq_rm(seq_id)
             slot.clear()
             self._effects.transfer.reseal()
 
@@ -348,27 +348,27 @@ class Session:
             Busy: another switch is under way, or the call comes from inside a callback.
             Parked: the session serves no more.
         """
-        core = self._core
-        with core.turn.announce_switch(f"a switch to {target.mode.value}"):
+        live = self._live
+        with live.turn.announce_switch(f"a switch to {target.mode.value}"):
             started = perf_counter()
             tell = progress or (lambda _stage, _share: None)
             tell(Stage.QUIESCING, 0.0)
             try:
-                core.turn.enter_switch(timeout_s, core.cancel.is_set)
+                live.turn.enter_switch(timeout_s, live.cancel.is_set)
             except DeadlineExceeded as error:
                 return self._switcher.not_begun(target, SwitchStatus.REFUSED, Reason("busy", str(error)))
             except Cancelled as error:
                 return self._switcher.not_begun(target, SwitchStatus.CANCELLED, Reason("cancelled", str(error)))
             self._refuse_gone()
-            target = complete(target, core.placement)
+            target = complete(target, live.placement)
             options = SwitchOptions(
                 read_back=proof is Proof.BYTES,
                 prove=proof is not Proof.OFF,
                 waited_ms=(perf_counter() - started) * 1e3,
-                check=lambda placement: self._checker.switching(core, placement, force=force, convert=convert),
+                check=lambda placement: self._checker.switching(live, placement, force=force, convert=convert),
                 progress=tell,
             )
-            return self._switcher.run(SwitchTarget(target, choose_via(target, core)), options)
+            return self._switcher.run(SwitchTarget(target, choose_via(target, live)), options)
 
     def reserve(self, n_tokens: int, *, proof: Proof = Proof.BYTES) -> int:
         """Take the memory that a switch will need, and touch it, so that the switch itself does not wait for it.
@@ -381,7 +381,7 @@ class Session:
             Bytes held for carries now; what would not leave the host as much again stays unreserved.
         """
         with self._working("reserving memory"):
-            return self._core.reserve(n_tokens, n_copies=2 if proof is Proof.BYTES else 1)
+            return self._live.reserve(n_tokens, n_copies=2 if proof is Proof.BYTES else 1)
 
     def save(self, path: str | os.PathLike[str]) -> int:
         """Write the whole session (state, tokens, logits, samplers) to one file; returns its bytes.
@@ -409,8 +409,8 @@ class Session:
         """Free samplers, context and model; a second call does nothing."""
         if self.stage is Stage.CLOSED:
             return
-        with self._core.turn.take("closing"):
-            for slot in self._core.slots.values():
+        with self._live.turn.take("closing"):
+            for slot in self._live.slots.values():
                 slot.clear()
             self._switcher.close()
 
@@ -424,7 +424,7 @@ class Session:
 
     @contextmanager
     def _working(self, what: str) -> Iterator[None]:
-        with self._core.turn.take(what):
+        with self._live.turn.take(what):
             self._refuse_gone()
             yield
 
@@ -433,15 +433,15 @@ class Session:
             raise self._effects.gone(self._switcher.state)
 
     def _slot(self, seq_id: int) -> Slot:
-        slot = self._core.slots.get(seq_id)
+        slot = self._live.slots.get(seq_id)
         if slot is None:
-            n = len(self._core.slots)
+            n = len(self._live.slots)
             raise ConfigInvalid("seq_id", seq_id, f"0 to {n - 1} (n_seq_max is {n})")
         return slot
 
     def _token(self, slot: Slot) -> Token:
         token = self._decoder.draw(slot)
-        model = self._core.model
+        model = self._live.model
         is_end = model.is_eog(token)
         piece = b"" if is_end or not model.has_tokenizer else model.piece(token)
         return Token(token, piece, len(slot.tokens) - 1, is_end)

@@ -57,13 +57,13 @@ class Restored:
 class Storage:
     """Carries of one session. Thread: the session's turn guards it."""
 
-    def __init__(self, core: LiveSession) -> None:
+    def __init__(self, live: LiveSession) -> None:
         """Work on a session's parts."""
-        self._core = core
+        self._live = live
         self._adapter_hashes: dict[str, str] = {}
         # Taken now: when a session has to be parked, an adapter or the library may be gone.
         self._adapter_list = self._adapters()
-        self._build = core.engine.library.build
+        self._build = live.engine.library.build
 
     def save(self, path: str | os.PathLike[str], effects: Effects) -> int:
         """Write the session to a file; returns its size in bytes.
@@ -87,7 +87,7 @@ class Storage:
         """
         folder = platformdirs.user_state_path("splitctl") / "parked"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        stem = re.sub(r"[^A-Za-z0-9._-]", "_", Path(self._core.engine.model_path).stem)[:60]
+        stem = re.sub(r"[^A-Za-z0-9._-]", "_", Path(self._live.engine.model_path).stem)[:60]
         target = folder / f"{stem}-{os.getpid()}-{time_ns()}.safetensors"
         try:
             carries.write(target, carries.seal(self.carry(sealed)))
@@ -139,28 +139,28 @@ class Storage:
 
     def _fitting(self, read: Carry) -> tuple[Callable[[], dict[int, Slot]], bool]:
         """Refuse a carry of another session; give its sequences, and whether another layout wrote its state."""
-        core = self._core
+        live = self._live
         mine = self._fingerprint(read.fingerprint.representation.state_version)
         differing = [one.field for one in carries.check_fits(read, mine) if one.field != "n_seq_max"]
-        unheld = [one.seq_id for one in read.sequences if one.seq_id not in core.slots]
+        unheld = [one.seq_id for one in read.sequences if one.seq_id not in live.slots]
         if unheld:
-            raise CarryMismatch([Difference("sequence", str(unheld[0]), f"0 to {len(core.slots) - 1}")])
+            raise CarryMismatch([Difference("sequence", str(unheld[0]), f"0 to {len(live.slots) - 1}")])
 
         def slots() -> dict[int, Slot]:
-            fresh = {seq_id: Slot(seq_id) for seq_id in core.slots}
+            fresh = {seq_id: Slot(seq_id) for seq_id in live.slots}
             for sequence in read.sequences:
                 _fill(fresh[sequence.seq_id], sequence)
             return fresh
 
-        core.check_encoder(sum(int(slot.encoder_tokens.size) for slot in slots().values()))
+        live.check_encoder(sum(int(slot.encoder_tokens.size) for slot in slots().values()))
         return slots, bool(differing)
 
     def _take_samplers(self, read: Carry) -> None:
-        for slot in self._core.slots.values():
+        for slot in self._live.slots.values():
             slot.sampler = self._sampler(next((s for s in read.sequences if s.seq_id == slot.seq_id), None))
 
     def _restore_library_file(self, path: Path, effects: Effects) -> Restored:
-        core = self._core
+        live = self._live
         # Read and not mapped: a file that shrinks under a mapping kills the process.
         state = memoryview(path.read_bytes())
         try:
@@ -171,7 +171,7 @@ class Storage:
         n_tokens, n_rows = len(found.tokens), found.rows.get(0, 0)
 
         def slots() -> dict[int, Slot]:
-            fresh = {seq_id: Slot(seq_id) for seq_id in core.slots}
+            fresh = {seq_id: Slot(seq_id) for seq_id in live.slots}
             fresh[0].tokens, fresh[0].n_past = array("i", found.tokens), n_rows
             return fresh
 
@@ -184,8 +184,8 @@ class Storage:
             why = f"its token list has {n_tokens} entries and its cache {n_rows} rows"
             return self._read_again(unread, effects, found.damage or why)
         restored = self._put(state, slots, effects, refit=True, unread=unread)
-        slot = core.slots[0]
-        if slot.n_past == n_tokens and not core.engine.live.seq_rm(0, n_tokens - 1, -1):
+        slot = live.slots[0]
+        if slot.n_past == n_tokens and not live.engine.live_context.seq_rm(0, n_tokens - 1, -1):
             # No logits came with it, and this memory cannot drop its last row to make them again.
             return self._read_again(unread, effects, "this memory cannot be rewound by the one token that gives logits")
         slot.n_past = n_tokens - 1
@@ -193,7 +193,7 @@ class Storage:
         return restored
 
     def _refuse_foreign_tokens(self, found: Found) -> None:
-        n_vocab = self._core.n_vocab
+        n_vocab = self._live.n_vocab
         if not found.tokens:
             raise CarryMismatch([Difference("tokens", "none", "the tokens that the state was made from")])
         if found.has_media:
@@ -229,26 +229,26 @@ class Storage:
 
     def carry(self, sealed: SealedState | None) -> Carry:
         """Give everything that travels, with a sealed state or without one; borrowed."""
-        core = self._core
+        live = self._live
         adapters = self._adapter_list
         return Carry(
             state=sealed.view if sealed is not None else memoryview(b""),
-            sequences=tuple(slot.carry() for slot in core.used()),
+            sequences=tuple(slot.carry() for slot in live.used()),
             adapters=adapters,
-            placement=core.placement,
+            placement=live.placement,
             fingerprint=self._fingerprint(sealed.version if sealed is not None else 0),
         )
 
     def _fingerprint(self, version: int) -> Fingerprint:
-        core = self._core
-        facts, placement = core.facts, core.placement
+        live = self._live
+        facts, placement = live.facts, live.placement
         return Fingerprint(
             Identity(
                 header_xxh3_128=facts.header_digest,
                 header_bytes=facts.header_bytes,
                 file_bytes=facts.file_bytes,
                 architecture=facts.architecture,
-                n_vocab=core.n_vocab,
+                n_vocab=live.n_vocab,
                 rope=rope_settings(facts),
                 adapters=tuple((one.xxh3_128, one.scale) for one in self._adapter_list),
             ),
@@ -264,7 +264,7 @@ class Storage:
         )
 
     def _adapters(self) -> tuple[Adapter, ...]:
-        return tuple(Adapter(Path(one.path), self._hash(one.path), one.scale) for one in self._core.engine.adapters)
+        return tuple(Adapter(Path(one.path), self._hash(one.path), one.scale) for one in self._live.engine.adapters)
 
     def _hash(self, path: str) -> str:
         """Return the xxh3-128 of an adapter's file, read once."""
@@ -279,7 +279,7 @@ class Storage:
     def _sampler(self, sequence: SequenceCarry | None) -> Sampler | None:
         if sequence is None or (not sequence.accepted.size and sequence.sampler == SamplerSpec()):
             return None
-        sampler = Sampler(self._core.engine.library, sequence.sampler, self._core.n_vocab)
+        sampler = Sampler(self._live.engine.library, sequence.sampler, self._live.n_vocab)
         sampler.replay(sequence.accepted.tolist(), sequence.n_draws)
         return sampler
 

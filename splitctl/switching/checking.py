@@ -68,25 +68,25 @@ class Checker:
         session = SessionFacts(tokens={}, n_adapters=n_adapters)
         return self._reasons(None, placement, session, force=force, convert=True)
 
-    def switching(self, core: LiveSession, target: Placement, *, force: bool, convert: bool) -> tuple[Reason, ...]:
+    def switching(self, live: LiveSession, target: Placement, *, force: bool, convert: bool) -> tuple[Reason, ...]:
         """Return the reasons not to switch to a target; none: try it.
 
         Args:
-            core: the session's parts, read only.
+            live: the session's parts, read only.
             target: the whole placement.
             force: keep only the reasons that no try could outlive.
             convert: whether the carry may be converted for the target.
         """
-        used = core.used()
+        used = live.used()
         held = {slot.seq_id: slot.n_past for slot in used}
         session = SessionFacts(
             tokens=held,
-            sealed_bytes=core.arena.n_bytes,
-            pending_shift=core.pending_shift,
-            n_adapters=len(core.engine.adapters),
+            sealed_bytes=live.arena.n_bytes,
+            pending_shift=live.pending_shift,
+            n_adapters=len(live.engine.adapters),
             n_encoder_tokens=sum(int(slot.encoder_tokens.size) for slot in used),
         )
-        return self._reasons(core.placement, target, session, force=force, convert=convert)
+        return self._reasons(live.placement, target, session, force=force, convert=convert)
 
     def _reasons(
         self, current: Placement | None, target: Placement, session: SessionFacts, *, force: bool, convert: bool

@@ -49,12 +49,12 @@ class SwitchOptions:
 class Effects:
     """Carries out commands on a session's parts. Thread: the session's turn guards it."""
 
-    def __init__(self, core: LiveSession, park: Callable[[SealedState | None], Path]) -> None:
-        """Work on ``core``; ``park`` writes a carry (or at least the tokens) to disk and returns where."""
-        self.core = core
+    def __init__(self, live: LiveSession, park: Callable[[SealedState | None], Path]) -> None:
+        """Work on ``live``; ``park`` writes a carry (or at least the tokens) to disk and returns where."""
+        self.live = live
         self._park_to = park
         self.options = SwitchOptions()
-        self.transfer = Transfer(core)
+        self.transfer = Transfer(live)
         self.parked_at: Path | None = None
         self.peaks: tuple[DevicePeak, ...] = ()
         self._resolved: Placement | None = None
@@ -92,14 +92,14 @@ class Effects:
         Returns:
             How it ended; None for housekeeping.
         """
-        core = self.core
-        core.cancel.shielded = command in _SHIELDED
+        live = self.live
+        live.cancel.shielded = command in _SHIELDED
         try:
             event = self._methods[command](state)
         except (LoadCancelled, Cancelled):
             return SwitchEvent(EventKind.CANCELLED)
         except CallFailed as error:
-            if core.cancel.is_set():
+            if live.cancel.is_set():
                 return SwitchEvent(EventKind.CANCELLED)
             return _failed("call-failed", str(error))
         except CannotConvert as error:
@@ -109,9 +109,9 @@ class Effects:
         except (NativeError, SplitctlError, MemoryError, OSError, ValueError) as error:
             return _failed("failed", str(error) or type(error).__name__)
         finally:
-            core.cancel.shielded = False
+            live.cancel.shielded = False
         ended = event is not None and event.kind in {EventKind.DONE, EventKind.REFUSED}
-        if ended and core.cancel.is_set() and command in _CANCELLABLE:
+        if ended and live.cancel.is_set() and command in _CANCELLABLE:
             return SwitchEvent(EventKind.CANCELLED)
         return event
 
@@ -121,7 +121,7 @@ class Effects:
 
     def _check(self, state: MachineState) -> SwitchEvent:
         target = _requested(state)
-        if not self.core.placement.differs(target):
+        if not self.live.placement.differs(target):
             return SwitchEvent(EventKind.UNCHANGED)
         reasons = self.options.check(target)
         return SwitchEvent(EventKind.REFUSED, reasons=reasons) if reasons else _DONE
@@ -136,16 +136,16 @@ class Effects:
 
     def _free(self, _state: MachineState) -> SwitchEvent:
         self.transfer.accept()
-        self.core.engine.free()
+        self.live.engine.free()
         return _DONE
 
     def _place(self, state: MachineState) -> SwitchEvent:
         report = self.options.progress
-        self.core.engine.place(_requested(state), lambda share: report(state.stage, share))
+        self.live.engine.place(_requested(state), lambda share: report(state.stage, share))
         return _DONE
 
     def _build(self, state: MachineState) -> SwitchEvent:
-        self._resolved = self.core.engine.build(_requested(state))
+        self._resolved = self.live.engine.build(_requested(state))
         return _DONE
 
     def _restore(self, _state: MachineState) -> SwitchEvent:
@@ -156,8 +156,8 @@ class Effects:
         target = _requested(state)
         self.transfer.accept()
         mode = {"none": 0, "layer": 1, "row": 2, "tensor": 3}[target.mode.value]
-        if not self.core.engine.live.native_switch(mode, target.tensor_split):
-            tail = " | ".join(self.core.engine.library.log.tail(3))
+        if not self.live.engine.live_context.native_switch(mode, target.tensor_split):
+            tail = " | ".join(self.live.engine.library.log.tail(3))
             return SwitchEvent(
                 EventKind.DECLINED,
                 reasons=(Reason("native-declined", f"the library could not place {target.mode.value}: {tail}"),),
@@ -173,9 +173,9 @@ class Effects:
         return self.transfer.unproved(read_back=self.options.read_back) if self.options.prove else ""
 
     def _placed(self) -> SwitchEvent:
-        resolved = self._resolved or self.core.placement
-        self.core.serve_in(resolved)
-        self.peaks = device_peaks(self.core.engine.library, resolved)
+        resolved = self._resolved or self.live.placement
+        self.live.serve_in(resolved)
+        self.peaks = device_peaks(self.live.engine.library, resolved)
         return SwitchEvent(EventKind.DONE, placement=resolved)
 
     def _enter_trial(self, _state: MachineState) -> None:
@@ -184,18 +184,18 @@ class Effects:
     def _serve(self, state: MachineState) -> None:
         self.transfer.drop()
         if state.effective is not None:
-            self.core.serve_in(state.effective)
+            self.live.serve_in(state.effective)
 
     def _release_failed(self, _state: MachineState) -> SwitchEvent:
-        self.core.engine.free()
+        self.live.engine.free()
         return _DONE
 
     def _place_old(self, state: MachineState) -> SwitchEvent:
-        self.core.engine.place(_original_of(state), cancellable=False)
+        self.live.engine.place(_original_of(state), cancellable=False)
         return _DONE
 
     def _build_old(self, state: MachineState) -> SwitchEvent:
-        self.core.engine.build(_original_of(state))
+        self.live.engine.build(_original_of(state))
         return _DONE
 
     def _restore_old(self, _state: MachineState) -> SwitchEvent:
@@ -206,21 +206,21 @@ class Effects:
         wrong = self._unproved()
         if wrong:
             return _failed("proof-failed", wrong)
-        self.core.serve_in(_original_of(state))
+        self.live.serve_in(_original_of(state))
         return _DONE
 
     def _recompute(self, state: MachineState) -> SwitchEvent:
-        core = self.core
-        core.engine.free()
+        live = self.live
+        live.engine.free()
         original = _original_of(state)
-        core.engine.place(original, cancellable=False)
-        core.engine.build(original)
-        core.replay_tokens()
-        core.serve_in(original)
+        live.engine.place(original, cancellable=False)
+        live.engine.build(original)
+        live.replay_tokens()
+        live.serve_in(original)
         return _DONE
 
     def _park(self, _state: MachineState) -> SwitchEvent:
-        self.core.engine.free()
+        self.live.engine.free()
         self.parked_at = self._park_to(self.transfer.latest)
         return _DONE
 
@@ -233,7 +233,7 @@ class Effects:
         return None
 
     def _close(self, _state: MachineState) -> None:
-        self.core.engine.free()
+        self.live.engine.free()
         self.transfer.drop()
 
 

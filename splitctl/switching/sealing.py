@@ -69,11 +69,11 @@ class Digest:
         return self._digest or xxhash.xxh3_128_digest(self._view)
 
 
-def contradictions(core: LiveSession, view: memoryview, wanted: Mapping[int, int]) -> tuple[str, int]:
+def contradictions(live: LiveSession, view: memoryview, wanted: Mapping[int, int]) -> tuple[str, int]:
     """Say in what bytes and books disagree.
 
     Args:
-        core: the session's parts.
+        live: the session's parts.
         view: the state of all sequences.
         wanted: sequence id -> last position, for every sequence that the memory holds.
 
@@ -83,7 +83,7 @@ def contradictions(core: LiveSession, view: memoryview, wanted: Mapping[int, int
     Raises:
         statecodec.StateFormatError: the bytes do not parse.
     """
-    image = _read(core, view)
+    image = _read(live, view)
     version = max(image.versions, default=0)
     if image.is_opaque:
         return "", version
@@ -93,28 +93,28 @@ def contradictions(core: LiveSession, view: memoryview, wanted: Mapping[int, int
     return _missing_cells(image, wanted), version
 
 
-def _read(core: LiveSession, view: memoryview) -> statecodec.StateImage:
+def _read(live: LiveSession, view: memoryview) -> statecodec.StateImage:
     """Read a state as the one before it was read; in every way that there is where it was the first, or is not so.
 
     Most of a full reading's time goes into ways that one model on one build never takes.
     """
     facts = statecodec.ModelFacts(
-        architecture=core.facts.architecture,
-        n_layer=core.facts.n_layer,
-        n_seq_max=core.placement.n_seq_max,
-        n_ctx=core.engine.live.n_ctx,
+        architecture=live.facts.architecture,
+        n_layer=live.facts.n_layer,
+        n_seq_max=live.placement.n_seq_max,
+        n_ctx=live.engine.live_context.n_ctx,
     )
-    if core.state_shape is not None:
-        versions, sections, has_ext, has_v = core.state_shape
+    if live.state_shape is not None:
+        versions, sections, has_ext, has_v = live.state_shape
         narrow = replace(facts, versions=versions, sections=sections, has_ext=has_ext, has_v=has_v)
         try:
             return statecodec.parse(view, facts=narrow)
         except statecodec.StateFormatError:
-            core.state_shape = None
+            live.state_shape = None
     image = statecodec.parse(view, facts=facts)
     if image.sequences():
         attention = [one for one in image.sections if isinstance(one, statecodec.AttentionSection)]
-        core.state_shape = (
+        live.state_shape = (
             image.versions,
             tuple(section.kind.value for section in image.sections),
             any(one.ext_bytes for one in attention) if attention and image.sections[0] is attention[0] else None,

@@ -80,7 +80,7 @@ class Switcher:
         return SwitchOutcome(
             status=status,
             requested_placement=target,
-            effective_placement=self.state.effective or self.effects.core.placement,
+            effective_placement=self.state.effective or self.effects.live.placement,
             reason=reason.text,
             reasons=(reason,),
             stage=Stage.QUIESCING,
@@ -110,7 +110,7 @@ class Switcher:
         """Free everything; only while nothing is under way."""
         if EventKind.CLOSED in machine.TABLE[self.state.stage]:
             self._drive(SwitchEvent(EventKind.CLOSED))
-        self.effects.core.engine.free()
+        self.effects.live.engine.free()
 
     def _drive(self, event: SwitchEvent) -> None:
         """Take events until the machine rests; what a callback or a signal raised meanwhile is raised then."""
@@ -163,7 +163,7 @@ class Switcher:
 
     def _outcome(self, total_ms: float) -> SwitchOutcome:
         state = self.state
-        model = self.effects.core.engine.model
+        model = self.effects.live.engine.model
         went_well = state.status in {SwitchStatus.SWITCHED, SwitchStatus.UNCHANGED}
         touched = state.status not in {SwitchStatus.REFUSED, SwitchStatus.UNCHANGED}
         state_bytes, n_sequences, n_tokens = self._counts if touched else (None, 0, 0)

@@ -28,18 +28,18 @@ def complete(target: Placement, now: Placement) -> Placement:
     )
 
 
-def choose_via(target: Placement, core: LiveSession) -> Via:
+def choose_via(target: Placement, live: LiveSession) -> Via:
     """Choose who does the work.
 
     Args:
         target: the whole target.
-        core: the session's parts.
+        live: the session's parts.
 
     Returns:
         NATIVE only where the build has the call, nothing but the mode and tensor_split changes, and the session has
         no adapters (the library's call refuses them).
     """
-    if not core.engine.library.has("native-switch") or core.engine.adapters:
+    if not live.engine.library.has("native-switch") or live.engine.adapters:
         return Via.COMPOSED
-    changed = set(core.placement.differs(target))
+    changed = set(live.placement.differs(target))
     return Via.NATIVE if changed and changed <= {"mode", "tensor_split"} else Via.COMPOSED

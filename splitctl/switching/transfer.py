@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 class Transfer:
     """The state of one session on its way. Thread: the session's turn guards it."""
 
-    def __init__(self, core: LiveSession) -> None:
-        """Work on ``core``."""
-        self.core = core
+    def __init__(self, live: LiveSession) -> None:
+        """Work on ``live``."""
+        self.live = live
         self.kept: SealedState | None = None
         self.conversions: tuple[str, ...] = ()
         self.watch: SealWatch | None = None
@@ -70,8 +70,8 @@ class Transfer:
         saved, self._saved = self._saved, None
         self._fresh = self._sealed(*saved)
         self._converted, self.conversions, self._plan = None, (), None
-        if self.core.has_memory and any(slot.n_past for slot in self.core.used()):
-            self._plan = conversion.plan(self.core.placement, target)
+        if self.live.has_memory and any(slot.n_past for slot in self.live.used()):
+            self._plan = conversion.plan(self.live.placement, target)
         if self._plan is not None and not self._plan.is_quantized:
             self._convert(self._fresh.view, self._plan, None)
         self.tell(self._fresh)
@@ -107,7 +107,7 @@ class Transfer:
         """
         self._converted = None
         state = self.original.view
-        if self.original.is_foreign and any(slot.n_past for slot in self.core.used()):
+        if self.original.is_foreign and any(slot.n_past for slot in self.live.used()):
             # It was sealed again in the target's layout, so it is rewritten as the old one has it.
             state, _ = conversion.fit(state, self._shown())
             self._converted = state
@@ -119,10 +119,10 @@ class Transfer:
         Args:
             read_back: also read every byte back.
         """
-        core, sealed = self.core, self.original
-        if not core.has_memory:
+        live, sealed = self.live, self.original
+        if not live.has_memory:
             return ""
-        now = core.positions()
+        now = live.positions()
         nowhere = (-1, -1)
         moved = {
             seq_id: (sealed.positions.get(seq_id, nowhere), now.get(seq_id, nowhere))
@@ -137,7 +137,7 @@ class Transfer:
         if self._converted is not None:
             given, digest = self._converted, xxhash.xxh3_128_digest(self._converted)
         view = self._writable(self._other_arena(sealed), len(given))
-        n = state_get(core.engine.live, view)
+        n = state_get(live.engine.live_context, view)
         if n != len(given):
             return f"{len(given)} bytes were restored and {n} read back"
         return "" if xxhash.xxh3_128_digest(view) == digest else "the restored state does not read back byte for byte"
@@ -172,7 +172,7 @@ class Transfer:
             Refused: a shift is not applied yet, so the keys are not where the positions are.
             llama_native.CallFailed: the library wrote nothing.
         """
-        if self.core.pending_shift:
+        if self.live.pending_shift:
             raise Refused((Reason("pending-shift", "a shift is not applied yet; decode one token first"),))
         return self._sealed(*self._take())
 
@@ -184,12 +184,12 @@ class Transfer:
 
     def state_bytes(self) -> int | None:
         """Say how many bytes a state would take now; None for a model without a memory."""
-        return state_size(self.core.engine.live) if self.core.has_memory else None
+        return state_size(self.live.engine.live_context) if self.live.has_memory else None
 
     def tell(self, sealed: SealedState) -> None:
         """Tell who watches that a state lies sealed where it is."""
-        if self.watch is not None and self.core.has_memory:
-            arena = self.core.arena if self.core.arena.holds(sealed.view) else self.core.spare
+        if self.watch is not None and self.live.has_memory:
+            arena = self.live.arena if self.live.arena.holds(sealed.view) else self.live.spare
             self.watch.sealed(sealed, arena)
             self.told = arena
 
@@ -209,28 +209,28 @@ class Transfer:
             CannotConvert: this context cannot hold them; the session is as it was.
             Refused: the library would not take them; the session is as it was.
         """
-        core = self.core
+        live = self.live
         if not any(slot.n_past for slot in slots.values()):
             state = memoryview(b"")
-        if core.has_memory and state and not refit:
+        if live.has_memory and state and not refit:
             self._hold_against(state, slots)
-        before, old = self.snapshot(), core.slots
-        core.slots = slots
+        before, old = self.snapshot(), live.slots
+        live.slots = slots
         changes: tuple[str, ...] = ()
         try:
-            core.engine.live.clear()
+            live.engine.live_context.clear()
             if state:
-                if refit and core.has_memory:
+                if refit and live.has_memory:
                     state, changes = conversion.fit(state, self._shown())
                     self._hold_against(state, slots)
                 self._give(state)
             else:
-                core.replay_tokens()
+                live.replay_tokens()
             self._check_positions(slots)
         except BaseException as error:
-            core.slots = old
+            live.slots = old
             # A restore that failed can leave a context half written: it is thrown away.
-            core.engine.rebuild(core.placement)
+            live.engine.rebuild(live.placement)
             self._give(before.view)
             if not isinstance(error, (NativeError, SplitctlError, statecodec.StateCodecError)):
                 raise
@@ -242,10 +242,10 @@ class Transfer:
 
     def _check_positions(self, slots: Mapping[int, Slot]) -> None:
         """Refuse a restore after which the library holds something else; some builds say that it went well."""
-        if not self.core.has_memory:
+        if not self.live.has_memory:
             return
         wanted = {slot.seq_id: slot.n_past - 1 for slot in slots.values() if slot.n_past}
-        held = {seq_id: last for seq_id, (_, last) in self.core.positions().items() if last >= 0}
+        held = {seq_id: last for seq_id, (_, last) in self.live.positions().items() if last >= 0}
         if held != wanted:
             raise StateUnsound(f"after the restore the library holds last positions {held}, wanted {wanted}")
 
@@ -253,7 +253,7 @@ class Transfer:
         """Refuse bytes that do not parse, or hold something other than the sequences."""
         wanted = {slot.seq_id: slot.n_past - 1 for slot in slots.values() if slot.n_past}
         try:
-            wrong = contradictions(self.core, state, wanted)[0]
+            wrong = contradictions(self.live, state, wanted)[0]
         except statecodec.StateFormatError as error:
             raise CarryDamaged(None, str(error)) from error
         if wrong:
@@ -261,13 +261,13 @@ class Transfer:
 
     def _take(self) -> tuple[memoryview, Mapping[int, tuple[int, int]]]:
         """Copy the state out, beside a sealed original that is still kept."""
-        core = self.core
-        if not core.has_memory:
+        live = self.live
+        if not live.has_memory:
             return memoryview(b""), {}
-        context = core.engine.live
-        positions = core.positions()
+        context = live.engine.live_context
+        positions = live.positions()
         n_bytes = state_size(context)
-        arena = core.arena if self.told is not core.arena else core.spare
+        arena = live.arena if self.told is not live.arena else live.spare
         if self.kept is not None:
             arena = self._other_arena(self.kept)
         view = self._writable(arena, n_bytes)
@@ -278,11 +278,11 @@ class Transfer:
 
     def _sealed(self, view: memoryview, positions: Mapping[int, tuple[int, int]]) -> SealedState:
         """Parse the bytes, hold them against the session's books and checksum them meanwhile."""
-        core = self.core
-        used = core.used()
+        live = self.live
+        used = live.used()
         digest = Digest(view)
         try:
-            version = self._agreed(view, positions) if core.has_memory else 0
+            version = self._agreed(view, positions) if live.has_memory else 0
         finally:
             checksum = digest.result()
         return SealedState(
@@ -296,13 +296,13 @@ class Transfer:
 
     def _agreed(self, view: memoryview, positions: Mapping[int, tuple[int, int]]) -> int:
         """Refuse a state on which bytes, library and session disagree; returns the version that it is."""
-        core = self.core
+        live = self.live
         held = {seq_id: last for seq_id, (_first, last) in positions.items() if last >= 0}
-        wanted = {slot.seq_id: slot.n_past - 1 for slot in core.used() if slot.n_past}
+        wanted = {slot.seq_id: slot.n_past - 1 for slot in live.used() if slot.n_past}
         if held != wanted:
             raise StateUnsound(f"the library holds last positions {held}, the session counts {wanted}")
         try:
-            wrong, version = contradictions(core, view, wanted)
+            wrong, version = contradictions(live, view, wanted)
         except statecodec.StateFormatError as error:
             raise StateUnsound(f"the saved state does not parse: {error}") from error
         if wrong:
@@ -311,9 +311,9 @@ class Transfer:
 
     def _shown(self) -> memoryview:
         """Let the target write a state of its own: one token into its empty memory, which is cleared again."""
-        core = self.core
-        slot = next(slot for slot in core.used() if slot.n_past)
-        context = core.engine.live
+        live = self.live
+        slot = next(slot for slot in live.used() if slot.n_past)
+        context = live.engine.live_context
         context.decode(slot.tokens[:1], [0], [slot.seq_id], [True])
         buffer = bytearray(state_size(context))
         shown = memoryview(buffer)[: state_get(context, buffer)]
@@ -321,12 +321,12 @@ class Transfer:
         return shown
 
     def _give(self, state: memoryview) -> None:
-        core = self.core
-        core.encode()
-        if core.has_memory:
-            n = state_set(core.engine.live, state)
+        live = self.live
+        live.encode()
+        if live.has_memory:
+            n = state_set(live.engine.live_context, state)
             if n != len(state):
-                raise CallFailed("llama_state_set_data", n, core.engine.library.log.tail(4))
+                raise CallFailed("llama_state_set_data", n, live.engine.library.log.tail(4))
 
     def _writable(self, arena: Arena, n_bytes: int) -> memoryview:
         """Give room in an arena for other bytes than it holds."""
@@ -337,8 +337,8 @@ class Transfer:
         return arena.view(n_bytes)
 
     def _other_arena(self, sealed: SealedState) -> Arena:
-        core = self.core
-        return core.spare if core.arena.holds(sealed.view) else core.arena
+        live = self.live
+        return live.spare if live.arena.holds(sealed.view) else live.arena
 
 
 def _refusal(error: Exception) -> SplitctlError:

@@ -100,7 +100,7 @@ class HostedSession(Session):
 
     def tell_seals(self, on_sealed: Callable[[Seal], None], on_unsealing: Callable[[int], None]) -> None:
         """Tell of every sealed carry from now on, and before an arena is overwritten; both are called while working."""
-        arenas = (self._core.arena, self._core.spare)
+        arenas = (self._live.arena, self._live.spare)
         self._effects.transfer.watch = SealTeller(arenas, self._storage.carry, on_sealed, on_unsealing)
 
     def take_over(self, seal: Seal) -> tuple[str, ...]:
@@ -113,7 +113,7 @@ class HostedSession(Session):
             SplitctlError: it is not what was sealed, or this context cannot hold it; the session is as it was.
         """
         with self._working("taking over a sealed carry"):
-            arena = (self._core.arena, self._core.spare)[seal.arena]
+            arena = (self._live.arena, self._live.spare)[seal.arena]
             carry = seals.take(arena, seal)
             self._effects.transfer.told = arena
             return self._storage.take_over(carry, self._effects)
@@ -130,11 +130,11 @@ class HostedSession(Session):
             ConfigInvalid: no token, one outside the vocabulary, or more than an encoder reads at once.
         """
         slot = self._slot(seq_id)
-        self._core.check_tokens(tokens)
+        self._live.check_tokens(tokens)
         with self._working("making ready for a prompt"):
             self._drop_sampler(slot)
             pending = tokens[-1] if n_delivered else None
-            if self._core.is_encoder_decoder:
+            if self._live.is_encoder_decoder:
                 # An encoder reads its prompt as a whole, so nothing of another one can be kept.
                 self._empty(slot)
                 start = self._decoder.begin_decoder(slot, tokens[: len(tokens) - n_delivered])
@@ -158,7 +158,7 @@ class HostedSession(Session):
         """
         with self._working("reading a prompt"):
             slot = self._slot(seq_id)
-            self._core.check_room(seq_id, len(tokens))
+            self._live.check_room(seq_id, len(tokens))
             for batch in batches(seq_id, tokens, slot.n_past, len(tokens), last_output=is_last):
                 self._decoder.decode_new(slot, batch)
 
@@ -207,7 +207,7 @@ class HostedSession(Session):
 
     def has_room(self, seq_id: int, n_new: int) -> bool:
         """Tell whether so many more tokens fit; in one buffer for all it counts for all."""
-        return self._core.short_of(seq_id, n_new) == 0
+        return self._live.short_of(seq_id, n_new) == 0
 
     def why_full(self, seq_id: int, n_new: int) -> ContextFull:
         """Give the error that so many more tokens would be."""
@@ -232,7 +232,7 @@ class HostedSession(Session):
             llama_native.CallFailed: the library refused or failed.
         """
         known = {book.seq_id for book in books if book.tokens}
-        for slot in list(self._core.used()):
+        for slot in list(self._live.used()):
             if slot.seq_id not in known:
                 self.remove_sequence(slot.seq_id)
         todo = [(book, self._opened(book)) for book in books if book.tokens]
@@ -265,29 +265,29 @@ class HostedSession(Session):
                     n_draws=0 if slot.sampler is None else slot.sampler.n_draws,
                     encoder_tokens=tuple(slot.encoder_tokens.tolist()),
                 )
-                for slot in self._core.used()
+                for slot in self._live.used()
             )
 
     def judge(self, target: Placement, *, convert: bool, force: bool) -> Judgement:
         """Say what a switch would do; a target may be tried in a child process for it."""
         with self._working("judging a switch"):
-            core = self._core
-            target = complete(target, core.placement)
-            is_unchanged = not core.placement.differs(target)
+            live = self._live
+            target = complete(target, live.placement)
+            is_unchanged = not live.placement.differs(target)
             return Judgement(
                 target=target,
                 is_unchanged=is_unchanged,
-                reasons=() if is_unchanged else self._checker.switching(core, target, force=force, convert=convert),
-                conversions=_conversions(core.placement, target),
+                reasons=() if is_unchanged else self._checker.switching(live, target, force=force, convert=convert),
+                conversions=_conversions(live.placement, target),
                 state_bytes=self._effects.transfer.state_bytes(),
-                weight_bytes=core.model.size_bytes,
+                weight_bytes=live.model.size_bytes,
                 mem_available=psutil.virtual_memory().available,
             )
 
     def _opened(self, book: SequenceSnapshot) -> Filling | None:
         """Let a sequence keep what its book has in common with it; None where the book is nothing to fill it from."""
         slot = self._slot(book.seq_id)
-        if not self._core.is_encoder_decoder:
+        if not self._live.is_encoder_decoder:
             return self.fill(book.seq_id, book.tokens, n_delivered=int(book.is_pending))
         wanted = book.tokens[:-1] if book.is_pending else book.tokens
         with self._working("making ready for a book"):
@@ -315,8 +315,8 @@ class HostedSession(Session):
     def _empty(self, slot: Slot) -> None:
         if slot.is_empty:
             return
-        if self._core.has_memory:
-            self._core.engine.live.seq_rm(slot.seq_id)
+        if self._live.has_memory:
+            self._live.engine.live_context.seq_rm(slot.seq_id)
         slot.clear()
         self._effects.transfer.reseal()
 

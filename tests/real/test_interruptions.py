@@ -65,15 +65,15 @@ def test_a_switch_that_comes_during_the_trial_of_another_waits_for_it(
     home = session.placement
     assert session.switch(_other(session)).status is SwitchStatus.SWITCHED
     inside, go_on = threading.Event(), threading.Event()
-    core = session._core
-    run = core.run
+    live = session._live
+    run = live.run
 
     def slow(batch: Any) -> Any:
         inside.set()
         assert go_on.wait(60)
         return run(batch)
 
-    monkeypatch.setattr(core, "run", slow)
+    monkeypatch.setattr(live, "run", slow)
     rest: list[int] = []
     outcomes: list[Any] = []
     generates = threading.Thread(target=lambda: rest.extend(_ids(session, 4)))
@@ -81,7 +81,7 @@ def test_a_switch_that_comes_during_the_trial_of_another_waits_for_it(
     generates.start()
     assert inside.wait(60)
     switches.start()
-    monkeypatch.setattr(core, "run", run)
+    monkeypatch.setattr(live, "run", run)
     go_on.set()
     generates.join(60)
     switches.join(60)
@@ -97,15 +97,15 @@ def test_a_prompt_that_fails_half_way_leaves_no_stale_logits(
     """What was read is booked, and nothing is drawn from the logits of before."""
     session, _ = _started(open_session)
     held = len(session.tokens())
-    core = session._core
-    run, calls = core.run, iter((True, True, False))
+    live = session._live
+    run, calls = live.run, iter((True, True, False))
 
     def third_fails(batch: Any) -> Any:
         if next(calls):
             return run(batch)
         raise CallFailed("llama_decode", -3)
 
-    monkeypatch.setattr(core, "run", third_fails)
+    monkeypatch.setattr(live, "run", third_fails)
     with pytest.raises(CallFailed):
         session.prefill([5] * 100)
     monkeypatch.undo()
@@ -118,11 +118,11 @@ def test_a_prompt_that_fails_half_way_leaves_no_stale_logits(
 def test_a_rewound_sampler_has_been_told_the_tokens_that_are_left(open_session: Opener) -> None:
     """Penalties look back at what is there, each token once; the draws go on."""
     session, _ = _started(open_session)
-    sampler = session._core.slots[0].sampler
+    sampler = session._live.slots[0].sampler
     assert sampler is not None
     n_draws = sampler.n_draws
     session.rewind(5)
-    sampler = session._core.slots[0].sampler
+    sampler = session._live.slots[0].sampler
     assert sampler is not None
     assert sampler.accepted == session.tokens()
     assert sampler.n_draws == n_draws
@@ -168,15 +168,15 @@ def test_a_trial_that_fails_after_a_conversion_and_a_rewind_comes_back_converted
     session, _ = _started(open_session, placement=base(flash_attn=FlashAttn.ON))
     home = session.placement
     assert session.switch(session.placement.changed(flash_attn=FlashAttn.OFF)).status is SwitchStatus.SWITCHED
-    core = session._core
-    run, fails = core.run, iter((True,))
+    live = session._live
+    run, fails = live.run, iter((True,))
 
     def first_fails(batch: Any) -> Any:
         if next(fails, False):
             raise CallFailed("llama_decode", -3)
         return run(batch)
 
-    monkeypatch.setattr(core, "run", first_fails)
+    monkeypatch.setattr(live, "run", first_fails)
     session.rewind(6)
     assert session.last_switch is not None
     assert session.last_switch.status is SwitchStatus.FELL_BACK

@@ -184,7 +184,7 @@ def test_r4_everything_is_freed_once_and_in_order(model: Path, tmp_path: Path) -
 
 def child_r9(path: str, model: str) -> dict[str, Any]:
     stub, session = opened(path, model)
-    wanted = scenes.straight(session._core.engine.library, model, Scene())
+    wanted = scenes.straight(session._live.engine.library, model, Scene())
     stub.reset()
     stub.faults("decode:hang@2")
     target = session.placement.changed(mode=Scene(start="tensor").placement().mode)

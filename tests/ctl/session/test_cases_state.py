@@ -57,19 +57,19 @@ def decodes(stub: Stub) -> list[tuple[int, int]]:
 def child_s1(path: str, model: str, folder: str) -> dict[str, Any]:
     stub, first = opened(path, model)
     seen: dict[str, Any] = {}
-    wanted = scenes.straight(first._core.engine.library, model, Scene())[0]
+    wanted = scenes.straight(first._live.engine.library, model, Scene())[0]
     for drawn in (0, N_TOKENS):
         scenes.generate(first, 1, drawn)
         first.save(f"{folder}/carry")
-        second = Session.open(model, Scene().placement(), library=first._core.engine.library)
+        second = Session.open(model, Scene().placement(), library=first._live.engine.library)
         second.restore(f"{folder}/carry")
-        held = second._core.positions()[0][1] + 1
+        held = second._live.positions()[0][1] + 1
         stub.reset()
         scenes.generate(second, 1, 2)
         seen[str(drawn)] = {
             "rows_behind": len(first.tokens()) - held,
             "next": [pos - held for pos, _ in decodes(stub)],
-            "last": second._core.positions()[0][1] + 2 - len(second.tokens()),
+            "last": second._live.positions()[0][1] + 2 - len(second.tokens()),
             "same": second.tokens() == wanted[: len(second.tokens())],
         }
         second.close()
@@ -99,7 +99,7 @@ def child_s8(path: str, model: str) -> dict[str, Any]:
     stub.reset()
     session.rewind(n - 2)
     after = decodes(stub)
-    held = session._core.positions()[0]
+    held = session._live.positions()[0]
     session.close()
     return {"n": n, "at_switch": at_switch, "one": one, "rewound": after, "held": held}
 
@@ -218,7 +218,7 @@ def child_s25(path: str, model: str) -> dict[str, Any]:
         "asked": [call.arguments["p0"] for call in calls if call.name == "seq_rm"],
         "first": decodes(stub)[0][0],
         "tokens": session.tokens() == kept,
-        "held": session._core.positions()[0][1] == n - 2,
+        "held": session._live.positions()[0][1] == n - 2,
     }
     session.close()
     return told
