@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from splitctl.cli.options import (
     verbose_option,
 )
 from splitctl.cli.output import ExitCode, Screen, print_json
-from splitctl.cli.plan_text import chunk_text, picture, show
+from splitctl.cli.plan_text import chunk_text, show
 from splitctl.errors import BadModelFile
 from splitctl.ipc.reserving import LibraryMissing, Reserver
 from splitctl.model.facts import ModelFacts, read_facts
@@ -121,7 +121,12 @@ class _Asked:
     "--ubatch", "chunk", type=Chunks(), default=None, metavar="[N|auto]",
     help="Micro-batch of the prompt; auto finds the largest that every device can lend.",
 )  # fmt: skip
-@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Also draw the bars into a file.")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path),
+    metavar="FILE.png",
+    help="Also draw the bars into a file (the extra plot).",
+)
 @library_option
 @rpc_option
 @placement_options
@@ -141,6 +146,7 @@ def plan(
     as_json: bool,
 ) -> int:
     """Tell what every mode, and a switch, would take on each device, and the largest context that fits."""
+    picture = None if plot is None else _picture()
     with Screen(as_json=as_json, verbose=verbose) as screen:
         try:
             facts = read_facts(model)
@@ -156,7 +162,7 @@ def plan(
     switch = _switch(asked, answers)
     code = _code(asked, answers, switch if prompt_mode is not None else None, found)
     everything: list[ModeAnswer | SwitchAnswer] = [*answers, *([switch] if switch is not None else [])]
-    if plot is not None:
+    if plot is not None and picture is not None:
         try:
             _draw(plot, picture(f"{facts.name} -c {answers[0].plan.n_ctx}", everything, asked.known.machine))
         except OSError as error:
@@ -167,6 +173,16 @@ def plan(
     else:
         show(Console(file=sys.stdout, highlight=False, soft_wrap=True), everything, asked.known.machine, found)
     return code
+
+
+def _picture() -> Callable[[str, Sequence[ModeAnswer | SwitchAnswer], Sequence[DeviceFacts]], bytes]:
+    """Give what draws a plan, or say which extra is missing before anything is measured."""
+    try:
+        from splitctl.cli.plan_picture import picture  # noqa: PLC0415 - an extra, which other commands do without
+    except ModuleNotFoundError as error:
+        way = "pip install 'splitctl[plot]', or leave out --plot"
+        raise click.UsageError(f"drawing needs the package {error.name}: {way}") from error
+    return picture
 
 
 def _draw(path: Path, data: bytes) -> None:

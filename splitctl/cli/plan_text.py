@@ -1,4 +1,4 @@
-"""How a plan looks: a bar a device on the terminal, the same as a PNG, and what there is to say in words."""
+"""How a plan looks on the terminal: a bar for each device, and what there is to say in words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from splitctl.cli.png import Bar, bars_png
 from splitctl.placement import SplitMode
 from splitctl.planning.fitting import Chunk, Need, lacking
 from splitctl.planning.memory import DeviceFacts, Share
@@ -16,39 +15,38 @@ from splitctl.planning.survey import ModeAnswer, SwitchAnswer
 
 _WIDTH = 44
 _MIB = 1024 * 1024
-#: What a bar is made of: name, character, style, palette entry of the PNG.
-_PARTS = (
-    ("weights", "█", "blue", 2),
-    ("cache", "▓", "green", 3),
-    ("compute", "▒", "yellow", 4),
-    ("other", "░", "magenta", 5),
-    ("carry", "#", "red", 6),
+#: What a bar is made of: name, character, style.
+PARTS = (
+    ("weights", "█", "blue"),
+    ("cache", "▓", "green"),
+    ("compute", "▒", "yellow"),
+    ("other", "░", "magenta"),
+    ("carry", "#", "red"),
 )
-_FREE = 7
 
 
-def _sizes(share: Share) -> tuple[int, ...]:
+def sizes(share: Share) -> tuple[int, ...]:
     """Give the bytes of each part of a bar."""
     other = share.exchange + share.output + share.fixed
     return (share.weights, share.cache, share.compute, other, share.carry)
 
 
-def _mib(n_bytes: int) -> str:
+def mib(n_bytes: int) -> str:
     """Write a size."""
     return f"{n_bytes / _MIB:,.2f} MiB" if n_bytes < 100 * _MIB else f"{n_bytes / _MIB:,.0f} MiB"
 
 
-def _room(share: Share, machine: Sequence[DeviceFacts]) -> int | None:
+def room_of(share: Share, devices: Sequence[DeviceFacts]) -> int | None:
     """Tell the free memory of a share's device."""
     names = {share.device} if share.index >= 0 else {"host", "CPU"}
-    return next((device.free for device in machine if device.name in names), None)
+    return next((device.free for device in devices if device.name in names), None)
 
 
 def _bar(share: Share, whole: int) -> Text:
     """Draw one bar; a part that is there has a character at least."""
     bar = Text()
     left = _WIDTH
-    for n_bytes, (_, char, style, _) in zip(_sizes(share), _PARTS, strict=True):
+    for n_bytes, (_, char, style) in zip(sizes(share), PARTS, strict=True):
         if n_bytes:
             n_chars = min(max(round(_WIDTH * n_bytes / max(whole, 1)), 1), left)
             bar.append(char * n_chars, style)
@@ -57,7 +55,7 @@ def _bar(share: Share, whole: int) -> Text:
     return bar
 
 
-def _rows(answer: ModeAnswer | SwitchAnswer) -> Iterator[tuple[str, Share]]:
+def rows(answer: ModeAnswer | SwitchAnswer) -> Iterator[tuple[str, Share]]:
     """Give the bars of an answer with their labels."""
     shares = answer.plan.shares if isinstance(answer, ModeAnswer) else answer.plan.peaks
     for share in shares:
@@ -65,7 +63,7 @@ def _rows(answer: ModeAnswer | SwitchAnswer) -> Iterator[tuple[str, Share]]:
     yield "host", answer.plan.host
 
 
-def _title(answer: ModeAnswer | SwitchAnswer) -> str:
+def title_of(answer: ModeAnswer | SwitchAnswer) -> str:
     """Name an answer."""
     if isinstance(answer, ModeAnswer):
         return answer.plan.placement.mode.value
@@ -75,7 +73,7 @@ def _title(answer: ModeAnswer | SwitchAnswer) -> str:
 def show(
     console: Console,
     answers: Sequence[ModeAnswer | SwitchAnswer],
-    machine: Sequence[DeviceFacts],
+    devices: Sequence[DeviceFacts],
     chunk: Chunk | None,
 ) -> None:
     """Write a plan.
@@ -83,23 +81,23 @@ def show(
     Args:
         console: where.
         answers: modes and the switch.
-        machine: the devices, for what is free on them.
+        devices: for what is free on them.
         chunk: the largest prompt chunk, where it was asked for.
     """
     legend = Text()
-    for name, char, style, _ in _PARTS:
+    for name, char, style in PARTS:
         legend.append(f"{char} {name}  ", style)
     console.print(legend)
     for answer in answers:
         console.print()
-        console.print(f"[bold]{escape(_title(answer))}[/bold]  {_verdict(answer)}")
-        whole = max((share.total for _, share in _rows(answer)), default=1)
-        for label, share in _rows(answer):
-            room = _room(share, machine)
+        console.print(f"[bold]{escape(title_of(answer))}[/bold]  {_verdict(answer)}")
+        whole = max((share.total for _, share in rows(answer)), default=1)
+        for label, share in rows(answer):
+            room = room_of(share, devices)
             scale = max(share.total, room) if room is not None and room < 4 * whole else whole
             line = Text(f"  {label:<22.22} ")
             line.append_text(_bar(share, scale))
-            line.append(f" {_mib(share.total)}" + (f" of {_mib(room)} free" if room is not None else ""))
+            line.append(f" {mib(share.total)}" + (f" of {mib(room)} free" if room is not None else ""))
             console.print(line)
         for line_of_text in _notes(answer):
             console.print(f"  {escape(line_of_text)}")
@@ -137,12 +135,12 @@ def _verdict(answer: ModeAnswer | SwitchAnswer) -> str:
 
 def _notes(answer: ModeAnswer | SwitchAnswer) -> Iterator[str]:
     """Say what the bars do not show."""
-    yield f"all devices together {_mib(answer.plan.total)}"
+    yield f"all devices together {mib(answer.plan.total)}"
     for need in lacking(answer.needs):
         yield need.text
     yield f"largest context: {_largest(answer.largest.n_ctx, answer.largest.lacking)}"
     if isinstance(answer, SwitchAnswer):
-        yield f"the carry takes {_mib(answer.plan.carry)} of host memory while it lasts"
+        yield f"the carry takes {mib(answer.plan.carry)} of host memory while it lasts"
         return
     plan = answer.plan
     if plan.asked and plan.placement.mode is not SplitMode.NONE:
@@ -167,28 +165,3 @@ def _largest(n_ctx: int, missing: Sequence[Need]) -> str:
 def _split(shares: Sequence[float]) -> str:
     """Write shares of one."""
     return "/".join(f"{share:.3f}" for share in shares)
-
-
-def picture(title: str, answers: Sequence[ModeAnswer | SwitchAnswer], machine: Sequence[DeviceFacts]) -> bytes:
-    """Draw a plan.
-
-    Args:
-        title: on top.
-        answers: modes and the switch.
-        machine: the devices, for what is free on them.
-
-    Returns:
-        A PNG file.
-    """
-    rows = [(answer, label, share) for answer in answers for label, share in _rows(answer)]
-    whole = max((share.total for _, _, share in rows), default=1)
-    bars = []
-    for answer, label, share in rows:
-        room = _room(share, machine)
-        scale = whole if room is None else min(max(whole, room), 4 * whole)
-        parts = [(entry, n_bytes / scale) for n_bytes, (*_, entry) in zip(_sizes(share), _PARTS, strict=True)]
-        used = sum(part for _, part in parts)
-        if room is not None:
-            parts.append((_FREE, max(min(room / scale, 1.0) - used, 0.0)))
-        bars.append(Bar(f"{_title(answer)}: {label}"[:20], tuple(parts), _mib(share.total)))
-    return bars_png(title[:70], [(entry, name) for name, _, _, entry in _PARTS] + [(_FREE, "free")], bars)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
-import struct
-import zlib
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from splitctl.cli.main import main
 from splitctl.cli.output import ExitCode
-from splitctl.cli.png import Bar, bars_png
+from splitctl.cli.plan_picture import Bar, bars_png
 from splitctl.model.facts import read_facts
 from tools.time_rules import make_sparse
 
@@ -129,13 +130,21 @@ def test_the_terminal_gets_a_bar_for_every_device(capsys: pytest.CaptureFixture[
 
 
 def test_a_picture_holds_what_was_drawn() -> None:
-    """One palette index a pixel; a bar of three quarters is three quarters."""
-    data = bars_png("A PLAN", [(2, "WEIGHTS")], [Bar("X", ((2, 0.75), (7, 0.25)), "3 MIB")])
-    width, height, depth, color = struct.unpack(">IIBB", data[16:26])
-    assert (depth, color) == (8, 3)
-    at = data.index(b"IDAT")
-    (size,) = struct.unpack(">I", data[at - 4 : at])
-    rows = zlib.decompress(data[at + 4 : at + 4 + size])
-    assert len(rows) == height * (width + 1)
-    middle = rows[(width + 1) * 70 : (width + 1) * 71]
-    assert middle.count(2) == 3 * middle.count(7)
+    """A bar of three quarters is three quarters."""
+    blue, grey = (66, 133, 196), (225, 225, 225)
+    data = bars_png("A plan", [(blue, "weights")], [Bar("x", ((blue, 0.75), (grey, 0.25)), "3 MiB")])
+    image = Image.open(io.BytesIO(data))
+    assert image.format == "PNG"
+    middle = [image.getpixel((x, 70)) for x in range(image.width)]
+    assert middle.count(blue) == 3 * middle.count(grey) > 0
+
+
+def test_a_picture_without_pillow_names_the_extra(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said before anything is read or measured; the plan itself does without."""
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.delitem(sys.modules, "splitctl.cli.plan_picture")
+    assert main(["plan", "-m", "x", "--plot", str(tmp_path / "plan.png")]) == ExitCode.USAGE
+    assert "pip install 'splitctl[plot]'" in capsys.readouterr().err
+    assert main(["plan", "-m", "x"]) == ExitCode.FAILED
