@@ -25,11 +25,11 @@ class Proof(Enum):
 
 
 class Stage(Enum):
-    """Where a session is."""
+    """Where a session is; in the first two of a switch, CHECKING and QUIESCING, it still serves."""
 
     SERVING = "serving"
-    QUIESCING = "quiescing"
     CHECKING = "checking"
+    QUIESCING = "quiescing"
     SAVING = "saving"
     SEALING = "sealing"
     FREEING = "freeing"

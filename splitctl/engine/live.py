@@ -72,6 +72,8 @@ class LiveSession:
         self.placement = placement
         self.cancel = cancel
         self.turn = Turn()
+        self.placing = threading.Lock()
+        """Held while anything is freed or placed, and while free memory is read: the two must not meet (law 5)."""
         self.slots = {seq_id: Slot(seq_id) for seq_id in range(placement.n_seq_max)}
         self.arena, self.spare = arenas or (Arena(), Arena())
         self.n_decodes = 0
@@ -101,7 +103,8 @@ class LiveSession:
 
     def used(self) -> list[Slot]:
         """Return the sequences that hold anything, by id."""
-        return [slot for slot in self.slots.values() if not slot.is_empty]
+        # A copy: a check of a switch asks while another thread works.
+        return [slot for slot in list(self.slots.values()) if not slot.is_empty]
 
     def positions(self) -> dict[int, tuple[int, int]]:
         """Ask the library for every sequence's first and last position; (-1, -1) where it holds none."""

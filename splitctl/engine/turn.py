@@ -31,6 +31,7 @@ class Turn:
         self._what = ""
         self._switch = ""
         self._announcer: int | None = None
+        self._is_awaited = False
         self._pid = os.getpid()
 
     @contextmanager
@@ -47,7 +48,7 @@ class Turn:
         self._own_process()
         with self._changed:
             self._refuse_reentry()
-            while self._owner is not None or self._switch:
+            while self._owner is not None or self._is_awaited:
                 self._changed.wait()
             self._enter(what)
         try:
@@ -57,7 +58,7 @@ class Turn:
 
     @contextmanager
     def announce_switch(self, what: str) -> Iterator[None]:
-        """Say that a switch is coming: no other work takes the turn after the present one.
+        """Say that a switch is under way: other work goes on until :meth:`enter_switch`, another switch is refused.
 
         Raises:
             Busy: another switch runs or waits, or this thread holds the turn (a call from inside a callback).
@@ -73,13 +74,13 @@ class Turn:
             yield
         finally:
             with self._changed:
-                self._switch, self._announcer = "", None
+                self._switch, self._announcer, self._is_awaited = "", None, False
                 if self._owner == threading.get_ident():
                     self._owner = None
                 self._changed.notify_all()
 
     def enter_switch(self, timeout_s: float | None, is_cancelled: Callable[[], bool] = lambda: False) -> None:
-        """Wait for the token boundary, then hold the turn until the announcement ends.
+        """Wait for the token boundary, then hold the turn until the announcement ends; no other work comes between.
 
         Args:
             timeout_s: how long to wait, seconds; None waits as long as it takes.
@@ -91,6 +92,7 @@ class Turn:
         """
         end = None if timeout_s is None else monotonic() + timeout_s
         with self._changed:
+            self._is_awaited = True
             while self._owner is not None:
                 left = None if end is None else end - monotonic()
                 if left is not None and left <= 0:
@@ -99,11 +101,6 @@ class Turn:
                     raise Cancelled("the switch")
                 self._changed.wait(_POLL_S if left is None else min(left, _POLL_S))
             self._enter(self._switch)
-
-    @property
-    def busy_with(self) -> str:
-        """What holds the session now, "" for nothing."""
-        return self._switch or (self._what if self._owner is not None else "")
 
     def _enter(self, what: str) -> None:
         self._owner, self._what = threading.get_ident(), what

@@ -39,12 +39,13 @@ class FreeMemoryCheck:
         """Look at one library's devices, for one model."""
         self._library = library
         self._facts = facts
+        # Read once: every call of the library waits for the decode of the moment.
+        self._named = device_facts(library.devices(memory=False), library.env)
 
     def __call__(self, current: Placement, target: Placement) -> tuple[Reason, ...]:
         """Return why a target surely does not fit, given what the session gives back; empty where it may."""
         # The question is slow on some builds. Where the target fits with nothing free, no answer could refuse it.
-        named = device_facts(self._library.devices(memory=False), self._library.env)
-        full = tuple(dataclasses.replace(one, free=0 if one.kind == "gpu" else None) for one in named)
+        full = tuple(dataclasses.replace(one, free=0 if one.kind == "gpu" else None) for one in self._named)
         if not shortage(self._facts, current, target, full):
             return ()
         return shortage(self._facts, current, target, device_facts(self._library.devices(), self._library.env))

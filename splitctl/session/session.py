@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
-from time import perf_counter
 from typing import TYPE_CHECKING, Self
 
 from llama_native import Library
 from splitctl.carry.sequence import Token
 from splitctl.engine.engine import Engine, LoadedAdapter, check_adapters, resolve_threads
 from splitctl.engine.live import CancelFlag, LiveSession, batches
-from splitctl.errors import Cancelled, ConfigInvalid, DeadlineExceeded, Reason, Refused
+from splitctl.errors import ConfigInvalid, Reason, Refused
 from splitctl.model.facts import read_facts
-from splitctl.outcome import Proof, Stage, SwitchOutcome, SwitchStatus
+from splitctl.outcome import Proof, Stage, SwitchOutcome
 from splitctl.placement import Placement
 from splitctl.probing.free_memory import FreeMemoryCheck
 from splitctl.session.decoder import Decoder
 from splitctl.session.storage import Restored, Storage
-from splitctl.switching.checking import Checker
+from splitctl.switching.checking import Checked, Checker
 from splitctl.switching.effects import Effects, SwitchOptions
-from splitctl.switching.machine import SwitchTarget
 from splitctl.switching.switcher import Switcher
-from splitctl.switching.targets import choose_via, complete
+from splitctl.switching.targets import complete
 
 if TYPE_CHECKING:
     import threading
@@ -321,6 +319,25 @@ class Session:
                 raise ConfigInvalid("n_discard", n_discard, f"1 to {max(slot.n_past - n_keep - 1, 0)}")
             self._decoder.shift(slot, n_keep, n_discard)
 
+    def check(self, target: Placement, *, convert: bool = True, force: bool = False) -> Checked:
+        """Find out whether a switch would be refused; other threads go on meanwhile.
+
+        It may take as long as a trial in a child process. A target that the session serves in is never refused.
+
+        Args:
+            target: the placement wanted.
+            convert: False refuses a target that needs the carry converted.
+            force: keep only the reasons that no trial could outlive.
+
+        Raises:
+            Parked: the session serves no more.
+        """
+        self._refuse_gone()
+        target = complete(target, self._live.placement)
+        if not self._live.placement.differs(target):
+            return Checked(target, (), force, convert)
+        return self._checker.switching(self._live, target, force=force, convert=convert)
+
     def switch(
         self,
         target: Placement,
@@ -330,6 +347,7 @@ class Session:
         force: bool = False,
         timeout_s: float | None = 60.0,
         progress: Callable[[Stage, float], None] | None = None,
+        checked: Checked | None = None,
     ) -> SwitchOutcome:
         """Move the session into another placement, keeping every sequence, the last logits and the samplers.
 
@@ -340,6 +358,7 @@ class Session:
             force: skip the rules, the probe and what the planner says does not fit; structural checks stay.
             timeout_s: how long to wait for the token boundary, seconds; None: as long as it takes.
             progress: told the stage and the share of it that is done.
+            checked: what :meth:`check` found of this very target; None: it is checked now.
 
         Returns:
             The outcome: switched, unchanged, fell_back, refused, cancelled or parked. Never raises for those.
@@ -349,26 +368,31 @@ class Session:
             Parked: the session serves no more.
         """
         live = self._live
-        with live.turn.announce_switch(f"a switch to {target.mode.value}"):
-            started = perf_counter()
-            tell = progress or (lambda _stage, _share: None)
-            tell(Stage.QUIESCING, 0.0)
-            try:
-                live.turn.enter_switch(timeout_s, live.cancel.is_set)
-            except DeadlineExceeded as error:
-                return self._switcher.not_begun(target, SwitchStatus.REFUSED, Reason("busy", str(error)))
-            except Cancelled as error:
-                return self._switcher.not_begun(target, SwitchStatus.CANCELLED, Reason("cancelled", str(error)))
+        target = complete(target, live.placement)
+        found = checked
+
+        def check() -> tuple[Reason, ...]:
+            nonlocal found
+            found = found or self.check(target, convert=convert, force=force)
+            return found.reasons
+
+        def again() -> tuple[Reason, ...]:
+            return self._checker.again(live, found) if found is not None else ()
+
+        def enter() -> None:
+            live.turn.enter_switch(timeout_s, live.cancel.is_set)
             self._refuse_gone()
-            target = complete(target, live.placement)
+
+        with live.turn.announce_switch(f"a switch to {target.mode.value}"):
+            self._refuse_gone()
             options = SwitchOptions(
                 read_back=proof is Proof.BYTES,
                 prove=proof is not Proof.OFF,
-                waited_ms=(perf_counter() - started) * 1e3,
-                check=lambda placement: self._checker.switching(live, placement, force=force, convert=convert),
-                progress=tell,
+                checked_ms=checked.ms if checked is not None else 0.0,
+                check=again,
+                progress=progress or (lambda _stage, _share: None),
             )
-            return self._switcher.run(SwitchTarget(target, choose_via(target, live)), options)
+            return self._switcher.run(target, options, check=check, enter=enter)
 
     def reserve(self, n_tokens: int, *, proof: Proof = Proof.BYTES) -> int:
         """Take the memory that a switch will need, and touch it, so that the switch itself does not wait for it.

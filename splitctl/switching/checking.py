@@ -1,14 +1,20 @@
-"""CHECKING: gathers what the rules look at, asks them, and where a try can tell, asks the probe. Touches nothing.
+"""CHECKING: collects what the rules need, asks them and, where a trial can tell, the probe. Touches nothing.
 
-A try runs in a child process (``host.probes.Prober``), which may die of it: that is its answer. It is asked only for
+A trial runs in a child process (`ipc.probes.Prober`), which may die of it: that is its answer. It is asked for only in
 modes that a build can get wrong, and only when no rule has refused the target for good. What is known already, from
-earlier tries and from `splitctl verify`, counts in every mode. Before a switch the planner is asked too: what surely
+earlier trials and from `splitctl verify`, counts in every mode. Before a switch the planner is asked too: what surely
 does not fit is refused, and --force tries it all the same.
+
+All this runs while streams go on. At the token boundary :meth:`Checker.again` applies the rules once more, to the
+session as it is by then; nothing slow is asked a second time.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
 import psutil
@@ -21,6 +27,8 @@ from splitctl.switching import rules
 from splitctl.switching.rule_inputs import BuildFacts, Finding, HostFacts, SessionFacts
 
 if TYPE_CHECKING:
+    import threading
+
     from llama_native import Library
     from splitctl.engine.live import LiveSession
     from splitctl.model.facts import ModelFacts
@@ -48,6 +56,27 @@ class Planner(Protocol):
         """Return why a target surely does not fit once the current placement is freed; empty where it may."""
 
 
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What was found of a target before the token boundary.
+
+    Attributes:
+        target: the whole placement.
+        reasons: why the switch would be refused; none: it would be tried.
+        force: only the reasons that no trial could outlive were kept.
+        convert: the carry may be converted for the target.
+        verdict: what a trial in a child process came to, where one counts.
+        ms: how long it took, ms.
+    """
+
+    target: Placement
+    reasons: tuple[Reason, ...]
+    force: bool
+    convert: bool
+    verdict: ProbeVerdict | None = None
+    ms: float = 0.0
+
+
 class Checker:
     """Judges targets for one model and library."""
 
@@ -66,57 +95,96 @@ class Checker:
     def opening(self, placement: Placement, *, n_adapters: int = 0, force: bool = False) -> tuple[Reason, ...]:
         """Return the reasons not to open a session with so many adapters in a placement; none: open it."""
         session = SessionFacts(tokens={}, n_adapters=n_adapters)
-        return self._reasons(None, placement, session, force=force, convert=True)
+        return self._first(None, placement, session, force=force, convert=True).reasons
 
-    def switching(self, live: LiveSession, target: Placement, *, force: bool, convert: bool) -> tuple[Reason, ...]:
-        """Return the reasons not to switch to a target; none: try it.
+    def switching(self, live: LiveSession, target: Placement, *, force: bool, convert: bool) -> Checked:
+        """Check a target as far as that goes while streams go on; may take as long as a trial in a child process.
 
         Args:
             live: the session's parts, read only.
             target: the whole placement.
-            force: keep only the reasons that no try could outlive.
+            force: keep only the reasons that no trial could outlive.
             convert: whether the carry may be converted for the target.
         """
-        used = live.used()
-        held = {slot.seq_id: slot.n_past for slot in used}
-        session = SessionFacts(
-            tokens=held,
-            sealed_bytes=live.arena.n_bytes,
-            pending_shift=live.pending_shift,
-            n_adapters=len(live.engine.adapters),
-            n_encoder_tokens=sum(int(slot.encoder_tokens.size) for slot in used),
-        )
-        return self._reasons(live.placement, target, session, force=force, convert=convert)
+        # A shift that another thread is at has been applied by the boundary, or is seen there.
+        session = dataclasses.replace(_facts_of(live), pending_shift=False)
+        started = perf_counter()
+        found = self._first(live.placement, target, session, force=force, convert=convert, placing=live.placing)
+        return dataclasses.replace(found, ms=(perf_counter() - started) * 1e3)
 
-    def _reasons(
-        self, current: Placement | None, target: Placement, session: SessionFacts, *, force: bool, convert: bool
-    ) -> tuple[Reason, ...]:
+    def again(self, live: LiveSession, earlier: Checked) -> tuple[Reason, ...]:
+        """Return the reasons not to switch, for the session as it is now; the trial's verdict is the earlier one."""
+        found = self._judge(live.placement, earlier.target, _facts_of(live), earlier.verdict, convert=earlier.convert)
+        return _forced(found) if earlier.force else rules.refused(found)
+
+    def _judge(
+        self,
+        current: Placement | None,
+        target: Placement,
+        session: SessionFacts,
+        verdict: ProbeVerdict | None,
+        *,
+        convert: bool,
+    ) -> tuple[Finding, ...]:
         host = HostFacts(devices=self._devices, mem_available=psutil.virtual_memory().available)
+        found = rules.check(current, target, self._facts, self._build, host, session, verdict)
+        return tuple(finding for finding in found if not (convert and finding.code == rules.NEEDS_CONVERSION))
 
-        def judge(probe: ProbeVerdict | None) -> tuple[Finding, ...]:
-            found = rules.check(current, target, self._facts, self._build, host, session, probe)
-            return tuple(finding for finding in found if not (convert and finding.code == rules.NEEDS_CONVERSION))
+    def _first(
+        self,
+        current: Placement | None,
+        target: Placement,
+        session: SessionFacts,
+        *,
+        force: bool,
+        convert: bool,
+        placing: threading.Lock | None = None,
+    ) -> Checked:
+        def checked(reasons: tuple[Reason, ...], verdict: ProbeVerdict | None = None) -> Checked:
+            return Checked(target, reasons, force, convert, verdict)
 
-        findings = judge(None)
+        def judged(verdict: ProbeVerdict) -> Checked:
+            return checked(rules.refused(self._judge(current, target, session, verdict, convert=convert)), verdict)
+
+        findings = self._judge(current, target, session, None, convert=convert)
         if force:
-            return rules.refused(f for f in findings if not (f.settled_by_probe or f.code == DOES_NOT_FIT))
-        if self._planner is not None and current is not None and rules.worth_a_try(findings):
-            # Before a try: it would take the very memory that is lacking.
-            lacking = self._planner(current, target)
+            return checked(_forced(findings))
+        if not rules.worth_a_try(findings):
+            return checked(rules.refused(findings))
+        if self._planner is not None and current is not None and placing is not None:
+            # Before a trial, which would take the very memory that is short.
+            with placing:
+                lacking = self._planner(current, target)
             if lacking:
-                return lacking
-        if self._prober is None or not rules.worth_a_try(findings):
-            return rules.refused(findings)
+                return checked(lacking)
+        if self._prober is None:
+            return checked(rules.refused(findings))
         if target.mode not in TRIED:
             # What failed by a return may be mended by now, and would only return again.
             known = self._prober.known(target, self._facts)
             is_bad = known is not None and known.verdict in {Verdict.DIES, Verdict.WRONG}
-            return rules.refused(judge(known) if is_bad else findings)
+            return judged(known) if known is not None and is_bad else checked(rules.refused(findings))
         verdict = self._prober(self._facts.path, target, self._facts)
         if verdict.verdict is Verdict.INCONCLUSIVE:
             text = (
                 f"whether this build can do {target.describe()} could not be tried: {verdict.why}; free some memory, "
                 "or use --force to switch without the try"
             )
-            return (*rules.refused(findings), Reason("probe-inconclusive", text))
-        return rules.refused(judge(verdict))
+            return checked((*rules.refused(findings), Reason("probe-inconclusive", text)))
+        return judged(verdict)
+
+
+def _facts_of(live: LiveSession) -> SessionFacts:
+    used = live.used()
+    return SessionFacts(
+        tokens={slot.seq_id: slot.n_past for slot in used},
+        sealed_bytes=live.arena.n_bytes,
+        pending_shift=live.pending_shift,
+        n_adapters=len(live.engine.adapters),
+        n_encoder_tokens=sum(int(slot.encoder_tokens.size) for slot in used),
+    )
+
+
+def _forced(findings: tuple[Finding, ...]) -> tuple[Reason, ...]:
+    """Keep only the reasons that no trial could outlive."""
+    return rules.refused(f for f in findings if not (f.settled_by_probe or f.code == DOES_NOT_FIT))

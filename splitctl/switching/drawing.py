@@ -69,4 +69,4 @@ def _commands() -> Iterator[str]:
 
 
 def _names(commands: tuple[Command, ...]) -> str:
-    return ", ".join(command.name for command in commands) or "none: the one under way goes on"
+    return ", ".join(command.name for command in commands)

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from splitctl.switching.machine import MachineState
 
 
+MEETS = (NativeError, SplitctlError, MemoryError, OSError, ValueError)
+"""What a switch can meet; anything else is a defect and is raised."""
+
+
 @dataclass(frozen=True, slots=True)
 class SwitchOptions:
     """How one switch is to be done.
@@ -34,15 +38,15 @@ class SwitchOptions:
     Args:
         read_back: prove by reading the restored state back; False proves positions only.
         prove: prove at all.
-        waited_ms: how long the switch has waited for the token boundary, ms.
-        check: judges the target before anything is touched; returns the reasons to refuse it.
+        checked_ms: how long the target was checked before the switch was asked for, ms.
+        check: judges the target once more before anything is touched; returns the reasons to refuse it.
         progress: told the stage and the share done, 0.0 to 1.0.
     """
 
     read_back: bool = True
     prove: bool = True
-    waited_ms: float = 0.0
-    check: Callable[[Placement], tuple[Reason, ...]] = lambda _: ()
+    checked_ms: float = 0.0
+    check: Callable[[], tuple[Reason, ...]] = tuple
     progress: Callable[[Stage, float], None] = lambda _stage, _share: None
 
 
@@ -59,7 +63,6 @@ class Effects:
         self.peaks: tuple[DevicePeak, ...] = ()
         self._resolved: Placement | None = None
         self._methods: Mapping[Command, Callable[[MachineState], SwitchEvent | None]] = {
-            Command.QUIESCE: self._quiesce,
             Command.CHECK: self._check,
             Command.SAVE: self._save,
             Command.SEAL: self._seal,
@@ -106,7 +109,7 @@ class Effects:
             return _failed("cannot-convert", str(error))
         except StateUnsound as error:
             return _failed("state-unsound", str(error))
-        except (NativeError, SplitctlError, MemoryError, OSError, ValueError) as error:
+        except MEETS as error:
             return _failed("failed", str(error) or type(error).__name__)
         finally:
             live.cancel.shielded = False
@@ -115,15 +118,10 @@ class Effects:
             return SwitchEvent(EventKind.CANCELLED)
         return event
 
-    def _quiesce(self, _state: MachineState) -> SwitchEvent:
-        # The session has waited for the token boundary and holds it: the machine moves in nobody's decode.
-        return _DONE
-
     def _check(self, state: MachineState) -> SwitchEvent:
-        target = _requested(state)
-        if not self.live.placement.differs(target):
+        if not self.live.placement.differs(_requested(state)):
             return SwitchEvent(EventKind.UNCHANGED)
-        reasons = self.options.check(target)
+        reasons = self.options.check()
         return SwitchEvent(EventKind.REFUSED, reasons=reasons) if reasons else _DONE
 
     def _save(self, _state: MachineState) -> SwitchEvent:

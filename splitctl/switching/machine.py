@@ -11,8 +11,12 @@ Laws:
     7. A fallback differs from the original placement in nothing.
     8. Until TRIAL ends the sealed original is kept, also beside a converted copy.
 
-An event is the end of the command under way; a cancel while falling back is only noted, the command goes on.
-The tables below are the machine: ``step`` looks up and keeps the books; ``drawing`` draws them for the docs.
+The machine starts at the token boundary. What needs no quiet (the rules, the trial in a child process) was asked
+before, while streams went on; CHECK looks once more at what may have changed since. An event is the end of the command
+under way. On the way back nothing is cancelled: those commands do not see the cancel flag. A process that dies takes
+its machine with it; what follows is the job of `host.recovery`.
+
+The tables below are the machine: ``step`` looks up and keeps the record; ``drawing`` draws them for the docs.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ if TYPE_CHECKING:
 RESTING = frozenset({Stage.SERVING, Stage.TRIAL, Stage.PARKED, Stage.CLOSED})
 """Stages in which no command is under way."""
 
-UNTOUCHED = frozenset({Stage.QUIESCING, Stage.CHECKING, Stage.SAVING, Stage.SEALING})
+UNTOUCHED = frozenset({Stage.CHECKING, Stage.SAVING, Stage.SEALING})
 """Stages of a switch in which the session is as it was."""
 
 FALLING_BACK = frozenset(
@@ -52,8 +56,6 @@ class EventKind(Enum):
     UNCHANGED = "unchanged"
     DECLINED = "declined"
     CANCELLED = "cancelled"
-    PROCESS_DIED = "process_died"
-    TIMED_OUT = "timed_out"
     CLOSED = "closed"
 
 
@@ -61,8 +63,7 @@ class EventKind(Enum):
 class Command(Enum):
     """What the effects are told to do, one at a time, in order."""
 
-    QUIESCE = "wait for the token boundary and hold it"
-    CHECK = "judge the request by the rules and the probe"
+    CHECK = "judge the request by what was found before, and by the rules as the session is now"
     SAVE = "copy the state out, with what each sequence carries"
     SEAL = "parse the state, check it against the session, checksum it; convert a copy where the target needs it"
     FREE = "free the context and the model"
@@ -101,9 +102,7 @@ class SwitchTarget:
     via: Via = Via.COMPOSED
 
 
-_TELLS_WHY = frozenset(
-    {EventKind.FAILED, EventKind.REFUSED, EventKind.DECLINED, EventKind.PROCESS_DIED, EventKind.TIMED_OUT}
-)
+_NEEDS_REASON = frozenset({EventKind.FAILED, EventKind.REFUSED, EventKind.DECLINED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +130,7 @@ class SwitchEvent:
         wrong = ""
         if (self.request is not None) != (self.kind is EventKind.STARTED):
             wrong = "a request comes with started and only there"
-        elif self.kind in _TELLS_WHY and not self.reasons:
+        elif self.kind in _NEEDS_REASON and not self.reasons:
             wrong = "what went wrong has a reason"
         elif self.placement is not None and self.kind is not EventKind.DONE:
             wrong = "only what is done resolves a placement"
@@ -157,7 +156,7 @@ class MachineState:
         recomputed: the history was read again from its tokens.
         confirmed: a decode in the requested placement has succeeded.
         suspended: the trial that a further switch has interrupted and that still keeps its sealed original.
-        story: the newest steps of this switch, oldest first.
+        story: the steps of this switch, oldest first.
     """
 
     stage: Stage
@@ -214,34 +213,21 @@ _CLOSED: Row = (Stage.CLOSED, (Command.CLOSE,))
 _NOTHING_LOST: Mapping[EventKind, Row] = {
     EventKind.FAILED: _BACK_TO_SERVING,
     EventKind.CANCELLED: _BACK_TO_SERVING,
-    EventKind.PROCESS_DIED: _RECOMPUTE,
 }
 _FALL_BACK: Mapping[EventKind, Row] = {
     EventKind.FAILED: _RELEASE,
     EventKind.CANCELLED: _RELEASE,
-    EventKind.PROCESS_DIED: _PLACE_OLD,
 }
 
 
-def _falling_back(stage: Stage, done: Row) -> Mapping[EventKind, Row]:
-    return {
-        EventKind.DONE: done,
-        EventKind.FAILED: _RECOMPUTE,
-        EventKind.CANCELLED: (stage, ()),
-        EventKind.PROCESS_DIED: _RECOMPUTE,
-    }
+def _falling_back(done: Row) -> Mapping[EventKind, Row]:
+    return {EventKind.DONE: done, EventKind.FAILED: _RECOMPUTE}
 
 
 TABLE: Mapping[Stage, Mapping[EventKind, Row]] = {
     Stage.SERVING: {
-        EventKind.STARTED: (Stage.QUIESCING, (Command.QUIESCE,)),
-        EventKind.PROCESS_DIED: _RECOMPUTE,
+        EventKind.STARTED: (Stage.CHECKING, (Command.CHECK,)),
         EventKind.CLOSED: _CLOSED,
-    },
-    Stage.QUIESCING: {
-        EventKind.DONE: (Stage.CHECKING, (Command.CHECK,)),
-        EventKind.TIMED_OUT: _BACK_TO_SERVING,
-        **_NOTHING_LOST,
     },
     Stage.CHECKING: {
         EventKind.DONE: (Stage.SAVING, (Command.SAVE,)),
@@ -249,16 +235,8 @@ TABLE: Mapping[Stage, Mapping[EventKind, Row]] = {
         EventKind.REFUSED: _BACK_TO_SERVING,
         **_NOTHING_LOST,
     },
-    Stage.SAVING: {
-        EventKind.DONE: (Stage.SEALING, (Command.SEAL,)),
-        EventKind.REFUSED: _BACK_TO_SERVING,
-        **_NOTHING_LOST,
-    },
-    Stage.SEALING: {
-        EventKind.DONE: (Stage.FREEING, (Command.FREE,)),
-        EventKind.REFUSED: _BACK_TO_SERVING,
-        **_NOTHING_LOST,
-    },
+    Stage.SAVING: {EventKind.DONE: (Stage.SEALING, (Command.SEAL,)), **_NOTHING_LOST},
+    Stage.SEALING: {EventKind.DONE: (Stage.FREEING, (Command.FREE,)), **_NOTHING_LOST},
     Stage.FREEING: {EventKind.DONE: (Stage.PLACING, (Command.PLACE,)), **_FALL_BACK},
     Stage.PLACING: {EventKind.DONE: (Stage.BUILDING, (Command.BUILD,)), **_FALL_BACK},
     Stage.BUILDING: {EventKind.DONE: (Stage.RESTORING, (Command.RESTORE,)), **_FALL_BACK},
@@ -272,31 +250,17 @@ TABLE: Mapping[Stage, Mapping[EventKind, Row]] = {
     Stage.PROVING: {EventKind.DONE: _ON_TRIAL, **_FALL_BACK},
     Stage.TRIAL: {
         EventKind.DONE: _BACK_TO_SERVING,
-        EventKind.STARTED: (Stage.QUIESCING, (Command.QUIESCE,)),
-        **_FALL_BACK,
+        EventKind.FAILED: _RELEASE,
+        EventKind.STARTED: (Stage.CHECKING, (Command.CHECK,)),
         EventKind.CLOSED: _CLOSED,
     },
-    Stage.RELEASING: {
-        **_falling_back(Stage.RELEASING, _PLACE_OLD),
-        # A process that dies has released everything.
-        EventKind.PROCESS_DIED: _PLACE_OLD,
-    },
-    Stage.PLACING_OLD: _falling_back(Stage.PLACING_OLD, (Stage.BUILDING_OLD, (Command.BUILD_OLD,))),
-    Stage.BUILDING_OLD: _falling_back(Stage.BUILDING_OLD, (Stage.RESTORING_OLD, (Command.RESTORE_OLD,))),
-    Stage.RESTORING_OLD: _falling_back(Stage.RESTORING_OLD, (Stage.PROVING_OLD, (Command.PROVE_OLD,))),
-    Stage.PROVING_OLD: _falling_back(Stage.PROVING_OLD, _BACK_TO_SERVING),
-    Stage.RECOMPUTING: {
-        EventKind.DONE: _BACK_TO_SERVING,
-        EventKind.FAILED: _PARK,
-        EventKind.CANCELLED: (Stage.RECOMPUTING, ()),
-        EventKind.PROCESS_DIED: _PARK,
-    },
-    Stage.PARKING: {
-        EventKind.DONE: _PARKED,
-        EventKind.FAILED: _PARKED,
-        EventKind.CANCELLED: (Stage.PARKING, ()),
-        EventKind.PROCESS_DIED: _PARKED,
-    },
+    Stage.RELEASING: _falling_back(_PLACE_OLD),
+    Stage.PLACING_OLD: _falling_back((Stage.BUILDING_OLD, (Command.BUILD_OLD,))),
+    Stage.BUILDING_OLD: _falling_back((Stage.RESTORING_OLD, (Command.RESTORE_OLD,))),
+    Stage.RESTORING_OLD: _falling_back((Stage.PROVING_OLD, (Command.PROVE_OLD,))),
+    Stage.PROVING_OLD: _falling_back(_BACK_TO_SERVING),
+    Stage.RECOMPUTING: {EventKind.DONE: _BACK_TO_SERVING, EventKind.FAILED: _PARK},
+    Stage.PARKING: {EventKind.DONE: _PARKED, EventKind.FAILED: _PARKED},
     Stage.PARKED: {EventKind.CLOSED: _CLOSED},
     Stage.CLOSED: {},
 }
@@ -306,20 +270,14 @@ NATIVE: Mapping[tuple[Stage, EventKind], Row] = {
 }
 """Where a native switch leaves the table."""
 
-SUSPENDED: Mapping[Row, Row] = {
-    _BACK_TO_SERVING: _ON_TRIAL,
-    _RECOMPUTE: _PLACE_OLD,
-}
+SUSPENDED: Mapping[Row, Row] = {_BACK_TO_SERVING: _ON_TRIAL}
 """Where a switch that interrupted a trial, and has touched nothing yet, leaves the table: the trial's carry is kept."""
-
-_STORY_STEPS = 24
 
 _ENDED_AS: Mapping[EventKind, SwitchStatus] = {
     EventKind.REFUSED: SwitchStatus.REFUSED,
-    EventKind.TIMED_OUT: SwitchStatus.REFUSED,
     EventKind.UNCHANGED: SwitchStatus.UNCHANGED,
 }
-_CANCELLED = Reason("cancelled", "the switch was cancelled")
+CANCELLED = Reason("cancelled", "the switch was cancelled")
 
 
 def serving(placement: Placement) -> MachineState:
@@ -354,9 +312,6 @@ def step(state: MachineState, event: SwitchEvent) -> tuple[MachineState, tuple[C
         return _begin(_at_rest(state), event.request), TABLE[state.stage][event.kind][1]
     noted = _note(_at_rest(state), event)
     stage, commands = _row(noted, event.kind)
-    trial = noted.suspended
-    if trial is not None and stage is Stage.PLACING_OLD:
-        noted = replace(noted, original=trial.original)
     done = replace(
         noted,
         stage=stage,
@@ -364,7 +319,7 @@ def step(state: MachineState, event: SwitchEvent) -> tuple[MachineState, tuple[C
         status=_ended_as(noted, stage, event.kind) if Command.REPORT in commands else None,
         recomputed=noted.stage is Stage.RECOMPUTING and stage is Stage.SERVING,
         confirmed=noted.stage is Stage.TRIAL and stage is Stage.SERVING,
-        suspended=trial if stage in UNTOUCHED | {Stage.TRIAL} else None,
+        suspended=noted.suspended if stage in UNTOUCHED | {Stage.TRIAL} else None,
     )
     return done, commands
 
@@ -380,7 +335,7 @@ def _row(state: MachineState, kind: EventKind) -> Row:
 
 
 def _at_rest(state: MachineState) -> MachineState:
-    """Put a resting session's books back to what it rests on: its trial, or nothing but where it serves."""
+    """Put a resting session back to what it rests on: its trial, or nothing but where it serves."""
     if state.stage is Stage.TRIAL and state.suspended is not None:
         return state.suspended
     if state.stage is Stage.SERVING:
@@ -389,9 +344,9 @@ def _at_rest(state: MachineState) -> MachineState:
 
 
 def _begin(state: MachineState, request: SwitchTarget) -> MachineState:
-    """Open the books of a new switch."""
+    """Start the record of a new switch."""
     return MachineState(
-        Stage.QUIESCING,
+        Stage.CHECKING,
         effective=state.effective,
         requested=request.target,
         original=state.effective,
@@ -402,12 +357,10 @@ def _begin(state: MachineState, request: SwitchTarget) -> MachineState:
 
 
 def _note(state: MachineState, event: SwitchEvent) -> MachineState:
-    """Write down what went wrong, the first cause first; a later cancel does not turn a failure into a cancel."""
+    """Record what went wrong, the first cause first; a failure on the way back from a cancel leaves it a cancel."""
     is_cancel = event.kind is EventKind.CANCELLED
-    reasons = (_CANCELLED,) if is_cancel else event.reasons
-    if is_cancel and state.failed_at is not None:
-        reasons = ()
-    story = (*state.story, (state.stage, event.kind))[-_STORY_STEPS:]
+    reasons = (CANCELLED,) if is_cancel else event.reasons
+    story = (*state.story, (state.stage, event.kind))
     if not reasons:
         return replace(state, story=story)
     return replace(

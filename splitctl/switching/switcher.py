@@ -1,7 +1,8 @@
 """The loop of a switch: event -> machine.step -> commands -> effects.perform -> event, with the time of each stage.
 
-The one place that writes the machine's state. The session calls it with the turn announced (``run``) or held
-(``trial_succeeded``, ``trial_failed``).
+The one place that writes the machine's state, with the turn held. Before the machine starts, ``run`` checks the target
+while others go on with the session, and waits for the token boundary: a switch that ends there has touched nothing, not
+even the machine.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import dataclasses
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from splitctl.errors import Reason
+from splitctl.errors import Cancelled, DeadlineExceeded, Parked, Reason
 from splitctl.outcome import Stage, StageTimes, SwitchOutcome, SwitchStatus
 from splitctl.switching import machine
-from splitctl.switching.machine import Command, EventKind, SwitchEvent, SwitchTarget
+from splitctl.switching.effects import MEETS
+from splitctl.switching.machine import Command, EventKind, MachineState, SwitchEvent, SwitchTarget
+from splitctl.switching.targets import choose_via
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,17 +24,8 @@ if TYPE_CHECKING:
     from splitctl.placement import Placement
     from splitctl.switching.effects import Effects, SwitchOptions
 
-_TIMED = {
-    Stage.QUIESCING: "quiescing",
-    Stage.CHECKING: "checking",
-    Stage.SAVING: "saving",
-    Stage.SEALING: "sealing",
-    Stage.FREEING: "freeing",
-    Stage.PLACING: "placing",
-    Stage.BUILDING: "building",
-    Stage.RESTORING: "restoring",
-    Stage.PROVING: "proving",
-}
+_TIMED = frozenset(field.name for field in dataclasses.fields(StageTimes))
+"""The stages, by value, whose times an outcome tells."""
 
 
 class Switcher:
@@ -56,35 +50,72 @@ class Switcher:
         """Whether the next decode is the trial of a switch."""
         return self.state.stage is Stage.TRIAL
 
-    def run(self, request: SwitchTarget, options: SwitchOptions) -> SwitchOutcome:
+    def run(
+        self,
+        target: Placement,
+        options: SwitchOptions,
+        *,
+        check: Callable[[], tuple[Reason, ...]],
+        enter: Callable[[], None],
+    ) -> SwitchOutcome:
         """Carry out a switch to its end, whichever it is.
 
         Args:
-            request: the whole target.
+            target: the whole placement.
             options: how.
+            check: returns the reasons to refuse the target; called without the turn, may take as long as a trial in a
+                child process.
+            enter: waits for the token boundary and takes the turn.
 
         Returns:
             The outcome; ``confirmed`` is False until the trial.
         """
-        self.effects.options = options
-        self._ms, self._fallback_ms, self._counts = {}, None, (None, 0, 0)
-        started = self._clock()
-        try:
-            self._drive(SwitchEvent(EventKind.STARTED, request=request))
-        finally:
-            self.last = self._outcome((self._clock() - started) * 1e3 + options.waited_ms)
-        return self.last
+        started = self._clock() - options.checked_ms / 1e3
+        ms: dict[str, float] = {}
 
-    def not_begun(self, target: Placement, status: SwitchStatus, reason: Reason) -> SwitchOutcome:
-        """Give the outcome of a switch that never got its turn; others may be using the machine, so it is not moved."""
-        return SwitchOutcome(
-            status=status,
-            requested_placement=target,
-            effective_placement=self.state.effective or self.effects.live.placement,
-            reason=reason.text,
-            reasons=(reason,),
-            stage=Stage.QUIESCING,
-        )
+        def not_begun(status: SwitchStatus, at: Stage, reasons: tuple[Reason, ...] = ()) -> SwitchOutcome:
+            served = self.state.effective or self.effects.live.placement
+            state = MachineState(Stage.SERVING, served, requested=target, status=status, failed_at=at, reasons=reasons)
+            return self._outcome(state, ms, (self._clock() - started) * 1e3)
+
+        def before(stage: Stage, began: float, work: Callable[[], tuple[Reason, ...]]) -> SwitchOutcome | None:
+            """Do what comes before the machine; returns the outcome where the switch ends with it."""
+            options.progress(stage, 0.0)
+            status = SwitchStatus.REFUSED
+            try:
+                reasons = work()
+            except Parked:
+                raise
+            except Cancelled:
+                status, reasons = SwitchStatus.CANCELLED, (machine.CANCELLED,)
+            except DeadlineExceeded as error:
+                reasons = (Reason("busy", str(error)),)
+            except MEETS as error:
+                status, reasons = SwitchStatus.FELL_BACK, (Reason("failed", str(error) or type(error).__name__),)
+            if self.effects.live.cancel.is_set():
+                status, reasons = SwitchStatus.CANCELLED, (machine.CANCELLED,)
+            ms[stage.value] = (self._clock() - began) * 1e3
+            return not_begun(status, stage, reasons) if reasons else None
+
+        def wait() -> tuple[Reason, ...]:
+            enter()
+            return ()
+
+        if not self.effects.live.placement.differs(target):
+            ended: SwitchOutcome | None = not_begun(SwitchStatus.UNCHANGED, Stage.CHECKING)
+        else:
+            ended = before(Stage.CHECKING, started, check) or before(Stage.QUIESCING, self._clock(), wait)
+        if ended is None:
+            self.effects.options = options
+            self._ms, self._fallback_ms, self._counts = ms, None, (None, 0, 0)
+            wanted = SwitchTarget(target, choose_via(target, self.effects.live))
+            try:
+                self._drive(SwitchEvent(EventKind.STARTED, request=wanted))
+            finally:
+                ended = self._outcome(self.state, ms, (self._clock() - started) * 1e3)
+                self.last = ended
+        self.last = ended
+        return ended
 
     def trial_succeeded(self) -> None:
         """Confirm the switch: its first decode has succeeded; the kept carry is dropped."""
@@ -103,7 +134,7 @@ class Switcher:
         self._drive(SwitchEvent(EventKind.FAILED, reasons=(reason,)))
         spent = (self._clock() - started) * 1e3
         self._fallback_ms = spent
-        self.last = self._outcome((before.total_ms if before else 0.0) + spent)
+        self.last = self._outcome(self.state, self._ms, (before.total_ms if before else 0.0) + spent)
         return self.last
 
     def close(self) -> None:
@@ -116,13 +147,14 @@ class Switcher:
         """Take events until the machine rests; what a callback or a signal raised meanwhile is raised then."""
         self._interrupted = None
         pending: SwitchEvent | None = event
-        while pending is not None:
-            self.state, commands = machine.step(self.state, pending)
-            pending = None
-            for command in commands:
-                result = self._perform(command)
-                if command not in machine.HOUSEKEEPING:
-                    pending = result
+        with self.effects.live.placing:
+            while pending is not None:
+                self.state, commands = machine.step(self.state, pending)
+                pending = None
+                for command in commands:
+                    result = self._perform(command)
+                    if command not in machine.HOUSEKEEPING:
+                        pending = result
         if self._interrupted is not None:
             raise self._interrupted
 
@@ -133,16 +165,14 @@ class Switcher:
             result = self.effects.perform(command, self.state)
         else:
             try:
-                if stage is not Stage.QUIESCING:  # the session told that when it began to wait
+                if stage is not Stage.CHECKING:  # told when it began, before the machine did
                     self.effects.options.progress(stage, 0.0)
                 result = self.effects.perform(command, self.state)
             except BaseException as error:  # noqa: BLE001 - raised again by _drive, once the session is at rest
                 result = self._interruption(stage, error)
         spent = (self._clock() - started) * 1e3
-        if stage is Stage.QUIESCING:
-            spent += self.effects.options.waited_ms
-        if stage in _TIMED and command not in machine.HOUSEKEEPING:
-            self._ms[_TIMED[stage]] = spent
+        if stage.value in _TIMED and command not in machine.HOUSEKEEPING:
+            self._ms[stage.value] = self._ms.get(stage.value, 0.0) + spent
         elif command not in machine.HOUSEKEEPING and stage is not Stage.SWITCHING_NATIVELY:
             self._fallback_ms = (self._fallback_ms or 0.0) + spent
         kept = self.effects.transfer.kept
@@ -154,18 +184,17 @@ class Switcher:
         """Turn what was raised into the way back: a session is never left between two placements."""
         self._interrupted = self._interrupted or error
         self.effects.options = dataclasses.replace(self.effects.options, progress=lambda _stage, _share: None)
-        if isinstance(error, KeyboardInterrupt) and stage in _TIMED:
+        if isinstance(error, KeyboardInterrupt) and stage.value in _TIMED:
             return SwitchEvent(EventKind.CANCELLED)
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         return SwitchEvent(
             EventKind.FAILED, reasons=(Reason("interrupted", f"interrupted while {stage.value}: {text}"),)
         )
 
-    def _outcome(self, total_ms: float) -> SwitchOutcome:
-        state = self.state
+    def _outcome(self, state: MachineState, ms: dict[str, float], total_ms: float) -> SwitchOutcome:
         model = self.effects.live.engine.model
         went_well = state.status in {SwitchStatus.SWITCHED, SwitchStatus.UNCHANGED}
-        touched = state.status not in {SwitchStatus.REFUSED, SwitchStatus.UNCHANGED}
+        touched = Stage.SAVING.value in ms
         state_bytes, n_sequences, n_tokens = self._counts if touched else (None, 0, 0)
         requested = state.requested
         if state.status is None or requested is None:
@@ -179,14 +208,14 @@ class Switcher:
             reasons=() if went_well else state.reasons,
             stage=None if went_well else state.failed_at,
             recomputed=state.recomputed,
-            stages_ms=StageTimes(**self._ms),
+            stages_ms=StageTimes(**ms),
             total_ms=total_ms,
-            fallback_ms=self._fallback_ms,
+            fallback_ms=self._fallback_ms if touched else None,
             state_bytes=state_bytes,
             weight_bytes=model.size_bytes if model is not None and touched else None,
             n_sequences=n_sequences,
             n_tokens=n_tokens,
             conversions=self.effects.transfer.conversions if state.status is SwitchStatus.SWITCHED else (),
             via=state.via,
-            peak_device_bytes=self.effects.peaks if went_well else (),
+            peak_device_bytes=self.effects.peaks if state.status is SwitchStatus.SWITCHED else (),
         )

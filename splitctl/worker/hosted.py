@@ -20,7 +20,6 @@ from splitctl.errors import ContextFull
 from splitctl.ipc.orders import SequenceSnapshot
 from splitctl.session import Session
 from splitctl.switching import conversion
-from splitctl.switching.targets import complete
 
 if TYPE_CHECKING:
     from splitctl.carry.arena import Arena
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from splitctl.engine.slot import Slot
     from splitctl.errors import Reason
     from splitctl.placement import Placement
+    from splitctl.switching.checking import Checked
     from splitctl.switching.sealing import SealedState
 
 
@@ -268,16 +268,14 @@ class HostedSession(Session):
                 for slot in self._live.used()
             )
 
-    def judge(self, target: Placement, *, convert: bool, force: bool) -> Judgement:
-        """Say what a switch would do; a target may be tried in a child process for it."""
+    def judge(self, checked: Checked) -> Judgement:
+        """Say what a switch to a target that has been checked would do."""
         with self._working("judging a switch"):
-            live = self._live
-            target = complete(target, live.placement)
-            is_unchanged = not live.placement.differs(target)
+            live, target = self._live, checked.target
             return Judgement(
                 target=target,
-                is_unchanged=is_unchanged,
-                reasons=() if is_unchanged else self._checker.switching(live, target, force=force, convert=convert),
+                is_unchanged=not live.placement.differs(target),
+                reasons=checked.reasons,
                 conversions=_conversions(live.placement, target),
                 state_bytes=self._effects.transfer.state_bytes(),
                 weight_bytes=live.model.size_bytes,

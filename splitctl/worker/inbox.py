@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import queue
 import threading
+from dataclasses import dataclass
 
 from splitctl.ipc import orders, wire
 from splitctl.ipc.orders import Check, Order, Switch
 from splitctl.ipc.wire import MessageInvalid
+from splitctl.switching.checking import Checked
 
 
 class CancelGate(threading.Event):
@@ -40,6 +42,10 @@ class CancelGate(threading.Event):
         """Tell whether what runs shall end."""
         return self._is_open and super().is_set()
 
+    def is_asked(self) -> bool:
+        """Tell whether what runs or waits shall end, also while decodes go on beside it."""
+        return super().is_set()
+
     def expect(self) -> None:
         """Note that something comes which can be cancelled."""
         with self._lock:
@@ -58,16 +64,29 @@ class CancelGate(threading.Event):
                 self.clear()
 
 
-class Inbox:
-    """Orders in the order in which they came.
+@dataclass(frozen=True, slots=True)
+class CheckDone:
+    """A check that ran on a thread of its own is over.
 
-    Thread: one puts, another takes.
+    Attributes:
+        order: what asked for it.
+        found: what it found, or what it raised.
+    """
+
+    order: Switch | Check
+    found: Checked | Exception
+
+
+class Inbox:
+    """Orders in the order in which they came, and checks as they end.
+
+    Thread: any puts, one takes.
     """
 
     def __init__(self, gate: CancelGate) -> None:
         """Hold none yet; ``gate`` is told of orders that can be cancelled."""
         self._gate = gate
-        self._orders: queue.SimpleQueue[Order | MessageInvalid] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Order | CheckDone | MessageInvalid] = queue.SimpleQueue()
 
     def put_line(self, line: bytes) -> None:
         """Take a line; one that is no order is told to whoever takes it."""
@@ -80,14 +99,18 @@ class Inbox:
             self._gate.expect()
         self._orders.put(order)
 
-    def take(self, *, waiting: bool) -> Order | None:
-        """Take the next order.
+    def put(self, done: CheckDone) -> None:
+        """Hand in a check that is over."""
+        self._orders.put(done)
+
+    def take(self, *, waiting: bool) -> Order | CheckDone | None:
+        """Take the next order, or check that is over.
 
         Args:
             waiting: whether to wait for one.
 
         Returns:
-            The order; None where there is none now.
+            What came; None where there is nothing now.
 
         Raises:
             MessageInvalid: a line came that is none.

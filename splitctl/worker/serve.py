@@ -7,11 +7,13 @@ until it is told to close. `batching` carries the streams, `hosted` is the sessi
 from __future__ import annotations
 
 import dataclasses
+import queue
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager, suppress
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from llama_native import Library
 from splitctl.carry.arena import Arena
@@ -24,11 +26,12 @@ from splitctl.ipc.wire import MessageInvalid, to_object
 from splitctl.model.facts import read_facts
 from splitctl.outcome import Proof, Stage, SwitchOutcome, SwitchStatus, to_plain
 from splitctl.placement import SplitMode
+from splitctl.switching.checking import Checked
 from splitctl.worker import prompts
 from splitctl.worker.batching import Batcher
 from splitctl.worker.failures import failure_of
 from splitctl.worker.hosted import HostedSession
-from splitctl.worker.inbox import CancelGate, Inbox
+from splitctl.worker.inbox import CancelGate, CheckDone, Inbox
 from splitctl.worker.inspection import device_body
 from splitctl.worker.run import prober_of, refuse_what_generates_nothing
 
@@ -105,24 +108,30 @@ def serve(
         opening = inbox.take(waiting=True)
         if not isinstance(opening, Open):
             raise ProtocolBroken(type(opening).__name__, "the order to open first")
-        with _opened(request, opening, library, env, _Teller(emit), gate) as server:
-            return server.run(inbox)
+        with _opened(request, opening, library, env, _Teller(emit), gate, inbox) as server:
+            return server.run()
     except MessageInvalid as error:
         raise ProtocolBroken(str(error), "an order") from error
 
 
 @contextmanager
 def _opened(
-    request: HostRequest, order: Open, library: Library, env: Mapping[str, str], tell: _Teller, gate: CancelGate
+    request: HostRequest,
+    order: Open,
+    library: Library,
+    env: Mapping[str, str],
+    tell: _Teller,
+    gate: CancelGate,
+    inbox: Inbox,
 ) -> Iterator[_Server]:
     """Open the session and bring its sequences back."""
     facts = read_facts(request.model)
     refuse_what_generates_nothing(facts)
 
     def is_cancelled() -> bool:
-        # Asked all through a try in a child, which has a deadline of its own: work goes on.
+        # Asked all through a trial in a child, which has a deadline of its own: work goes on.
         tell.tick()
-        return gate.is_set()
+        return gate.is_asked()
 
     prober = prober_of(library, env, request.rpc, is_cancelled)
     if request.rpc:
@@ -154,7 +163,8 @@ def _opened(
         restore_ms = (perf_counter() - started) * 1e3 if order.seal or order.books else 0.0
         gate.end()
         tell(orders.Opened(session.placement, _about(session), bool(reason), reason, load_ms, restore_ms))
-        yield _Server(session, tell, gate)
+        with _Checks(session, inbox, gate) as checks:
+            yield _Server(session, tell, gate, inbox, checks)
 
 
 def _bring_back(session: HostedSession, order: Open, share: _Share) -> str:
@@ -191,22 +201,61 @@ def _about(session: HostedSession) -> dict[str, Any]:
     }
 
 
+class _Checks:
+    """Checks targets on a thread of its own, one after the other, so that streams go on meanwhile.
+
+    Thread: the worker's one, and the one that it starts.
+    """
+
+    def __init__(self, session: HostedSession, inbox: Inbox, gate: CancelGate) -> None:
+        self._session = session
+        self._inbox = inbox
+        self._gate = gate
+        self._orders: queue.SimpleQueue[orders.Switch | orders.Check | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="checks", daemon=True)
+
+    def begin(self, order: orders.Switch | orders.Check) -> None:
+        """Check what an order asks for; the end of it comes into the inbox."""
+        self._orders.put(order)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End a check that is under way: nobody waits for it any more."""
+        self._gate.ask()
+        self._orders.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (order := self._orders.get()) is not None:
+            found: Checked | Exception
+            try:
+                found = self._session.check(order.target, convert=order.convert, force=order.force)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is this order's answer
+                found = error
+            self._inbox.put(CheckDone(order, found))
+
+
 class _Server:
     """One session that serves. Thread: the worker's one."""
 
-    def __init__(self, session: HostedSession, tell: _Teller, gate: CancelGate) -> None:
+    def __init__(self, session: HostedSession, tell: _Teller, gate: CancelGate, inbox: Inbox, checks: _Checks) -> None:
         self._session = session
         self._tell = tell
         self._gate = gate
+        self._inbox = inbox
+        self._checks = checks
         self._batcher = Batcher(session, tell)
         self._on_trial: SwitchOutcome | None = None
         self._last_told: SwitchOutcome | None = None
 
-    def run(self, inbox: Inbox) -> JobEvent:
+    def run(self) -> JobEvent:
         """Carry out orders and carry on streams; returns the last event."""
         try:
             while True:
-                order = inbox.take(waiting=not self._batcher.is_busy)
+                order = self._inbox.take(waiting=not self._batcher.is_busy)
                 if isinstance(order, orders.Close):
                     return Result({})
                 if order is not None:
@@ -222,37 +271,48 @@ class _Server:
                 Fault.PARKED, failure.kind, failure.message, {"parked_at": None if path is None else str(path)}
             )
 
-    def _carry_out(self, order: Order) -> None:
+    def _carry_out(self, order: Order | CheckDone) -> None:
         """Carry out one order; whatever goes wrong with it is its answer."""
         match order:
             case orders.Start():
                 self._batcher.start(order)
             case orders.Halt():
                 self._batcher.halt(order.stream)
+            case orders.Switch() | orders.Check():
+                if isinstance(order, orders.Switch):
+                    self._tell(orders.StageReached(order.order, Stage.CHECKING.value))
+                self._checks.begin(order)
             case orders.Open() | orders.Close():
                 raise ProtocolBroken(type(order).__name__, "an order of a session that is open")
             case _:
+                number = order.order.order if isinstance(order, CheckDone) else order.order
                 try:
                     self._tell(self._answer(order))
                 except Parked:
                     raise
                 except Exception as error:  # noqa: BLE001 - whatever it is, it is this order's answer
-                    self._tell(_failed(order.order, error))
-        if isinstance(order, orders.Switch) and self._session.stage is Stage.PARKED:
+                    self._tell(_failed(number, error))
+        if isinstance(order, CheckDone) and self._session.stage is Stage.PARKED:
             raise Parked(self._session.parked_at)
 
-    def _answer(self, order: orders.Tokenize | orders.Switch | orders.Check | orders.Save | orders.Restore) -> Report:
+    def _answer(self, order: orders.Tokenize | CheckDone | orders.Save | orders.Restore) -> Report:
         match order:
             case orders.Tokenize():
                 return self._tokenize(order)
-            case orders.Switch():
-                return self._switch(order)
-            case orders.Check():
-                return self._check(order)
+            case CheckDone():
+                return self._checked(order)
             case orders.Save():
                 return orders.Saved(order.order, self._session.save(order.path))
             case orders.Restore():
                 return self._restore(order)
+
+    def _checked(self, done: CheckDone) -> Report:
+        with self._cancellable():
+            if isinstance(done.found, Exception):
+                raise done.found
+            if isinstance(done.order, orders.Switch):
+                return self._switch(done.order, done.found)
+            return self._judge(done.order, done.found)
 
     def _tokenize(self, order: orders.Tokenize) -> Report:
         if (order.text is None) == (order.messages is None):
@@ -266,17 +326,16 @@ class _Server:
             )
         return orders.Tokenized(order.order, tuple(tokens))
 
-    def _switch(self, order: orders.Switch) -> Report:
+    def _switch(self, order: orders.Switch, checked: Checked) -> Report:
         share = _Share(lambda stage, done: self._tell(orders.StageReached(order.order, stage, done)))
-        with self._cancellable():
-            outcome = self._session.switch(
-                order.target,
-                proof=_proof(order.proof),
-                convert=order.convert,
-                force=order.force,
-                timeout_s=None,
-                progress=lambda stage, done: share(stage.value, done),
-            )
+        outcome = self._session.switch(
+            checked.target,
+            proof=_proof(order.proof),
+            timeout_s=None,
+            # CHECKING was told when it began.
+            progress=lambda stage, done: None if stage is Stage.CHECKING else share(stage.value, done),
+            checked=checked,
+        )
         if self._session.stage is not Stage.TRIAL:
             self._on_trial = None
         elif outcome.status is SwitchStatus.SWITCHED:
@@ -284,9 +343,8 @@ class _Server:
         self._last_told = self._session.last_switch
         return orders.Switched(order.order, self._told(outcome))
 
-    def _check(self, order: orders.Check) -> Report:
-        with self._cancellable():
-            found = self._session.judge(order.target, convert=order.convert, force=order.force)
+    def _judge(self, order: orders.Check, checked: Checked) -> Report:
+        found = self._session.judge(checked)
         return orders.Checked(
             order.order,
             found.target,

@@ -265,11 +265,12 @@ def test_a_switch_comes_between_two_tokens(slow_desk: Desk, alone: list[list[int
     names = [type(one).__name__ for one in desk.reports]
     stages = [one.stage for one in desk.of(orders.StageReached)]
     assert list(dict.fromkeys(stages)) == [
-        *("quiescing", "checking", "saving", "sealing", "freeing", "placing", "building", "restoring", "proving")
+        *("checking", "quiescing", "saving", "sealing", "freeing", "placing", "building", "restoring", "proving")
     ]
     at_freeing = desk.reports.index(next(one for one in desk.of(orders.StageReached) if one.stage == "freeing"))
     assert names.index("Unsealed") < names.index("Sealed") < at_freeing < names.index("Switched")
-    assert "Step" not in names[names.index("StageReached") : names.index("Switched")]
+    at_boundary = desk.reports.index(next(one for one in desk.of(orders.StageReached) if one.stage == "quiescing"))
+    assert "Step" not in names[at_boundary : names.index("Switched")]
     (switched,), (trial,) = desk.of(orders.Switched), desk.of(orders.Trial)
     assert (switched.order, switched.outcome["status"], switched.outcome["confirmed"]) == (4, "switched", False)
     assert trial.outcome == {**switched.outcome, "confirmed": True}
