@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from splitctl.carry.sequence import RANDOM_SEED
+from splitctl.errors import SplitctlError
 from splitctl.host.streams import Done, Why
 from splitctl.http import answers, bodies
-from splitctl.http.errors import ApiError
+from splitctl.http.admin import Admin
+from splitctl.http.errors import ApiError, api_error
+from splitctl.http.intake import HttpLimits, Intake
+from splitctl.outcome import to_plain
 
 SAYS = [{"role": "user", "content": "hi"}]
 
@@ -184,3 +191,67 @@ def test_what_is_sent_cannot_break_the_stream() -> None:
     """Line feeds in texts and reasons never end an event early."""
     assert answers.data({"a": "x\n\ny"}).count(b"\n") == 2
     assert answers.comment("a\n\ndata: b\r\r") == b": a data: b\n\n"
+
+
+# -- what earlier releases made of bodies ------------------------------------------------------------------------------
+
+KEPT: dict[str, list[dict[str, Any]]] = json.loads(
+    (Path(__file__).parents[2] / "golden" / "http" / "requests.json").read_text(encoding="utf-8")
+)
+
+
+class Host:
+    """Gives back what it is asked."""
+
+    def status(self) -> dict[str, Any]:
+        """Serve."""
+        return {"state": "serving"}
+
+    async def switch(self, changes: Any, *, timeout_s: float | None, on_stage: Any, **options: Any) -> dict[str, Any]:
+        """Say what was asked."""
+        del on_stage
+        return {"switch": {"changes": to_plain(dict(changes)), "timeout_s": timeout_s, **options}}
+
+    async def check(self, changes: Any, **options: Any) -> dict[str, Any]:
+        """Say what was asked."""
+        return {"check": {"changes": to_plain(dict(changes)), **options}}
+
+    async def save(self, path: Path) -> dict[str, Any]:
+        """Say what was asked."""
+        return {"save": path.name}
+
+
+class Asking:
+    """A request with nothing but a body."""
+
+    def __init__(self, body: Any) -> None:
+        self.headers: dict[str, str] = {}
+        self._raw = json.dumps(body).encode()
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """Give the body."""
+        yield self._raw
+
+
+def _made(route: str, body: dict[str, Any]) -> Any:
+    admin = Admin(Host(), Intake(HttpLimits()), None, None, Path("/files"), is_open=True)  # type: ignore[arg-type]
+    try:
+        match route:
+            case "/v1/chat/completions":
+                return to_plain(bodies.chat(body, "served"))
+            case "/v1/completions":
+                return to_plain(bodies.completion(body, "served"))
+        call = admin.switch if route == "/split-mode" else admin.save
+        answer = asyncio.run(call(Asking(body)))  # type: ignore[arg-type]
+        return json.loads(answer.body)
+    except (ApiError, SplitctlError) as error:
+        refusal = error if isinstance(error, ApiError) else api_error(error)
+        return {"refused": {"status": refusal.status, "param": refusal.param, "code": refusal.code}}
+
+
+@pytest.mark.parametrize(
+    ("route", "case"), [(route, case) for route, cases in KEPT.items() for case in cases], ids=lambda one: str(one)[:80]
+)
+def test_bodies_are_read_as_ever(route: str, case: dict[str, Any]) -> None:
+    """Every known field of a chat, a completion, a switch and a file gives what it always gave."""
+    assert _made(route, case["body"]) == case["parsed"]
