@@ -42,7 +42,8 @@ class UnderWay:
         original: where the session served when it was asked.
         started_at: when, seconds of the supervisor's clock.
         stage: where it is.
-        is_begun: the worker has taken it: the token boundary has come.
+        is_begun: the token boundary has come, and streams stand still.
+        timeout_s: longest wait for the token boundary, seconds; None: as long as it takes.
         failed_at: the last stage before it went back, if it did.
         seal: the carry that it has sealed.
         is_cancelled: it was asked to end.
@@ -55,7 +56,8 @@ class UnderWay:
     target: Placement
     original: Placement
     started_at: float
-    stage: Stage = Stage.QUIESCING
+    timeout_s: float | None = None
+    stage: Stage = Stage.CHECKING
     is_begun: bool = False
     failed_at: Stage | None = None
     seal: Seal | None = None
@@ -119,13 +121,18 @@ class Switches:
             self.previous = self.effective
         self.effective = placement
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether a switch has passed the token boundary: streams stand still."""
+        return self.under_way is not None and self.under_way.is_begun
+
     # ---- what is asked and told ----
 
-    def begin(self, order: int, target: Placement, now: float) -> UnderWay:
+    def begin(self, order: int, target: Placement, now: float, timeout_s: float | None = None) -> UnderWay:
         """Take a switch that a worker is ordered to do."""
         if self.effective is None:
             raise ReportWrong("a switch of a session that serves nowhere")
-        self.under_way = UnderWay(order, target, self.effective, now, stage_at=now)
+        self.under_way = UnderWay(order, target, self.effective, now, timeout_s, stage_at=now)
         return self.under_way
 
     def reached(self, report: StageReached, now: float) -> Stage:
@@ -138,11 +145,11 @@ class Switches:
             stage = Stage(report.stage)
         except ValueError as error:
             raise ReportWrong(f"a switch in a stage {report.stage!r:.40}") from error
-        if self.under_way is None and self.trial is not None and self.trial.order == report.order:
+        if self.trial is not None and self.trial.order == report.order:
             # Its first decode failed, and the worker goes back: the trial is over when it says so.
             return stage
         switch = self._of(report.order)
-        switch.is_begun = True
+        switch.is_begun = switch.is_begun or stage not in {Stage.CHECKING, Stage.QUIESCING}
         if stage is not switch.stage:
             self._leave(switch, now)
             if stage in _BACK and switch.failed_at is None:
@@ -213,6 +220,9 @@ class Switches:
         self.last = dict(report.outcome)
         if status is not SwitchStatus.SWITCHED:
             self._fall_back(effective)
+            if self.under_way is not None and self.effective is not None:
+                # One that is still being checked begins where the session serves now.
+                self.under_way.original = self.effective
         return self.last
 
     # ---- a worker is gone ----

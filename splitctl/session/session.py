@@ -388,7 +388,7 @@ class Session:
             options = SwitchOptions(
                 read_back=proof is Proof.BYTES,
                 prove=proof is not Proof.OFF,
-                checked_ms=checked.ms if checked is not None else 0.0,
+                checked_at=None if checked is None else checked.at,
                 check=again,
                 progress=progress or (lambda _stage, _share: None),
             )

@@ -66,7 +66,7 @@ class Checked:
         force: only the reasons that no trial could outlive were kept.
         convert: the carry may be converted for the target.
         verdict: what a trial in a child process came to, where one counts.
-        ms: how long it took, ms.
+        at: when the check began and ended, seconds of `time.perf_counter`.
     """
 
     target: Placement
@@ -74,7 +74,7 @@ class Checked:
     force: bool
     convert: bool
     verdict: ProbeVerdict | None = None
-    ms: float = 0.0
+    at: tuple[float, float] | None = None
 
 
 class Checker:
@@ -110,7 +110,7 @@ class Checker:
         session = dataclasses.replace(_facts_of(live), pending_shift=False)
         started = perf_counter()
         found = self._first(live.placement, target, session, force=force, convert=convert, placing=live.placing)
-        return dataclasses.replace(found, ms=(perf_counter() - started) * 1e3)
+        return dataclasses.replace(found, at=(started, perf_counter()))
 
     def again(self, live: LiveSession, earlier: Checked) -> tuple[Reason, ...]:
         """Return the reasons not to switch, for the session as it is now; the trial's verdict is the earlier one."""

@@ -38,14 +38,14 @@ class SwitchOptions:
     Args:
         read_back: prove by reading the restored state back; False proves positions only.
         prove: prove at all.
-        checked_ms: how long the target was checked before the switch was asked for, ms.
+        checked_at: when a check that came before the switch began and ended, seconds of the switcher's clock.
         check: judges the target once more before anything is touched; returns the reasons to refuse it.
         progress: told the stage and the share done, 0.0 to 1.0.
     """
 
     read_back: bool = True
     prove: bool = True
-    checked_ms: float = 0.0
+    checked_at: tuple[float, float] | None = None
     check: Callable[[], tuple[Reason, ...]] = tuple
     progress: Callable[[Stage, float], None] = lambda _stage, _share: None
 

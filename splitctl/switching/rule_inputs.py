@@ -37,12 +37,10 @@ class BuildFacts:
 
     Args:
         version: package and version, as discovery found them.
-        tensor_mode: whether the build has the mode at all.
         max_devices: entries of a tensor split.
     """
 
     version: str
-    tensor_mode: bool = True
     max_devices: int = 16
 
     @property
@@ -76,7 +74,6 @@ class SessionFacts:
     Args:
         tokens: tokens held by each sequence in use, by sequence id.
         state_bytes: size that the library gives for the state, bytes; None before it was asked.
-        pending_copy: a sequence copy that no decode has applied yet.
         pending_shift: a context shift that no decode has applied yet.
         sealed_bytes: room that is mapped for the carry already, bytes.
         n_adapters: adapters that it loads wherever it goes.
@@ -85,7 +82,6 @@ class SessionFacts:
 
     tokens: Mapping[int, int]
     state_bytes: int | None = None
-    pending_copy: bool = False
     pending_shift: bool = False
     sealed_bytes: int = 0
     n_adapters: int = 0

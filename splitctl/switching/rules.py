@@ -123,24 +123,6 @@ def worth_a_try(findings: Iterable[Finding]) -> bool:
     return all(finding.settled_by_probe or not finding.blocking for finding in findings)
 
 
-def check_context_shift(placement: Placement) -> tuple[Finding, ...]:
-    """Judge a context shift of a running session.
-
-    Args:
-        placement: where it serves.
-
-    Returns:
-        A blocking finding in tensor mode: libllama says it can, and aborts at the next decode.
-    """
-    if placement.mode is not SplitMode.TENSOR:
-        return ()
-    text = (
-        "a context shift in tensor mode makes libllama abort at the next decode (ggml-backend-meta.cpp, "
-        "i_start == n_nodes); switch to layer mode first, or open the session with a larger context"
-    )
-    return (Finding("context-shift-in-tensor-mode", text),)
-
-
 def _settled(found: list[Finding], probe: ProbeVerdict, case: _Case) -> Iterator[Finding]:
     """Let a try's verdict stand over what the tables say."""
     for finding in found:
@@ -190,9 +172,6 @@ def _mode(case: _Case) -> Iterator[Finding]:
         )
         yield case.known("row-mode", text)
     if target.mode is not SplitMode.TENSOR:
-        return
-    if not case.build.tensor_mode:
-        yield Finding("no-tensor-mode", f"this libllama ({case.build.version}) has no tensor mode; use a newer one")
         return
     fault = tables.tensor_fault(facts.architecture, case.build.number)
     if fault is not None:
@@ -383,10 +362,9 @@ def _streams(placement: Placement) -> int:
 
 def _quiet(case: _Case) -> Iterator[Finding]:
     """Nothing may be in flight when the state is taken."""
-    for pending, what in ((case.session.pending_copy, "copy"), (case.session.pending_shift, "shift")):
-        if pending:
-            text = f"a sequence {what} is not applied yet, and the state would not hold it; decode one token first"
-            yield Finding(f"pending-{what}", text)
+    if case.session.pending_shift:
+        text = "a sequence shift is not applied yet, and the state would not hold it; decode one token first"
+        yield Finding("pending-shift", text)
 
 
 def _memory(case: _Case) -> Iterator[Finding]:

@@ -70,7 +70,7 @@ class Switcher:
         Returns:
             The outcome; ``confirmed`` is False until the trial.
         """
-        started = self._clock() - options.checked_ms / 1e3
+        started, checked = options.checked_at or (self._clock(), None)
         ms: dict[str, float] = {}
 
         def not_begun(status: SwitchStatus, at: Stage, reasons: tuple[Reason, ...] = ()) -> SwitchOutcome:
@@ -104,7 +104,10 @@ class Switcher:
         if not self.effects.live.placement.differs(target):
             ended: SwitchOutcome | None = not_begun(SwitchStatus.UNCHANGED, Stage.CHECKING)
         else:
-            ended = before(Stage.CHECKING, started, check) or before(Stage.QUIESCING, self._clock(), wait)
+            ended = before(Stage.CHECKING, started, check)
+            if checked is not None:
+                ms[Stage.CHECKING.value] = (checked - started) * 1e3
+            ended = ended or before(Stage.QUIESCING, checked or self._clock(), wait)
         if ended is None:
             self.effects.options = options
             self._ms, self._fallback_ms, self._counts = ms, None, (None, 0, 0)

@@ -46,12 +46,15 @@ _ALIVE_S = 1.0
 _SHARE_STEP = 0.01
 """Least progress that is told."""
 
+_TOLD_BEFORE = frozenset({Stage.CHECKING, Stage.QUIESCING})
+"""Stages of a switch that end before the worker's loop takes it up."""
+
 _N_RESERVED = 4096
 """Tokens whose state the arenas have room for from the start; a larger one makes them grow when it is saved."""
 
 
 class _Teller:
-    """Sends reports, and signs of life where nothing else is sent. Thread: the worker's one."""
+    """Sends reports, and signs of life where nothing else is sent. Thread: any."""
 
     def __init__(self, emit: Emit) -> None:
         self.emit = emit
@@ -163,7 +166,7 @@ def _opened(
         restore_ms = (perf_counter() - started) * 1e3 if order.seal or order.books else 0.0
         gate.end()
         tell(orders.Opened(session.placement, _about(session), bool(reason), reason, load_ms, restore_ms))
-        with _Checks(session, inbox, gate) as checks:
+        with _Checks(session, tell, inbox, gate) as checks:
             yield _Server(session, tell, gate, inbox, checks)
 
 
@@ -207,8 +210,9 @@ class _Checks:
     Thread: the worker's one, and the one that it starts.
     """
 
-    def __init__(self, session: HostedSession, inbox: Inbox, gate: CancelGate) -> None:
+    def __init__(self, session: HostedSession, tell: _Teller, inbox: Inbox, gate: CancelGate) -> None:
         self._session = session
+        self._tell = tell
         self._inbox = inbox
         self._gate = gate
         self._orders: queue.SimpleQueue[orders.Switch | orders.Check | None] = queue.SimpleQueue()
@@ -231,11 +235,18 @@ class _Checks:
     def _work(self) -> None:
         while (order := self._orders.get()) is not None:
             found: Checked | Exception
+            self._reached(order, Stage.CHECKING)
             try:
                 found = self._session.check(order.target, convert=order.convert, force=order.force)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is this order's answer
                 found = error
+            else:
+                self._reached(order, Stage.QUIESCING)
             self._inbox.put(CheckDone(order, found))
+
+    def _reached(self, order: orders.Switch | orders.Check, stage: Stage) -> None:
+        if isinstance(order, orders.Switch):
+            self._tell(orders.StageReached(order.order, stage.value))
 
 
 class _Server:
@@ -279,8 +290,6 @@ class _Server:
             case orders.Halt():
                 self._batcher.halt(order.stream)
             case orders.Switch() | orders.Check():
-                if isinstance(order, orders.Switch):
-                    self._tell(orders.StageReached(order.order, Stage.CHECKING.value))
                 self._checks.begin(order)
             case orders.Open() | orders.Close():
                 raise ProtocolBroken(type(order).__name__, "an order of a session that is open")
@@ -332,8 +341,7 @@ class _Server:
             checked.target,
             proof=_proof(order.proof),
             timeout_s=None,
-            # CHECKING was told when it began.
-            progress=lambda stage, done: None if stage is Stage.CHECKING else share(stage.value, done),
+            progress=lambda stage, done: None if stage in _TOLD_BEFORE else share(stage.value, done),
             checked=checked,
         )
         if self._session.stage is not Stage.TRIAL:
