@@ -30,7 +30,7 @@ FILLS = (0xA5, 0x5A)
 _MAX_SHOWN = 4
 _OLD_FREE, _NEW_FREE = "llama_free_model", "llama_model_free"
 _FORK_SYMBOLS = ("llama_set_offload_policy",)
-_NEXT_ACTION = "use one of the builds named, or make a profile for this one with tools/make_profile.py"
+_NEXT_ACTION = "use one of the builds named, or make a profile for this one with python -m tools.make_profile"
 
 
 @dataclass(frozen=True, slots=True)

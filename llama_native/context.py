@@ -193,11 +193,6 @@ class Context:
         with self.library.calling() as (_, lib):
             lib.llama_synchronize(self.pointer)
 
-    def set_causal(self, *, causal: bool) -> None:
-        """Choose causal attention or not (models that need all positions at once)."""
-        with self.library.calling() as (_, lib):
-            lib.llama_set_causal_attn(self.pointer, causal)
-
     def set_adapters(self, adapters: Sequence[tuple[Adapter, float]]) -> None:
         """Apply adapters at their scales, in place of those that are applied.
 
@@ -242,15 +237,6 @@ class Context:
     def seq_cp(self, source: int, target: int, first: int = -1, last: int = -1) -> None:
         """Let ``target`` share positions [first, last) of ``source``."""
         self._memory_call("seq_cp", source, target, first, last, none=None)
-
-    def seq_keep(self, seq_id: int) -> None:
-        """Forget every sequence but one.
-
-        The library's own call keeps what lies in other streams (contexts that are not unified), so it is not used.
-        """
-        for other in range(self.n_seq_max):
-            if other != seq_id:
-                self.seq_rm(other)
 
     def seq_add(self, seq_id: int, first: int, last: int, delta: int) -> None:
         """Move positions [first, last) by ``delta``; the keys follow at the next decode only."""

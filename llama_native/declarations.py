@@ -40,7 +40,6 @@ _SCALARS = {
 _KEYWORDS = frozenset({"const", "volatile", "struct", "enum", "unsigned", "signed"})
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _STRUCT = re.compile(r"\bstruct\s+(\w+)\s*\{([^{}]*)\}")
-_ENUM = re.compile(r"\benum\s+(\w+)\s*\{([^{}]*)\}")
 _NAMED_CALLBACK = re.compile(r"\(\s*\*\s*(\w+)\s*\)\s*\(")
 _PROTOTYPE = re.compile(r"(?:^|(?<=[;{}]))\s*(?P<result>[\w\s*]+?)\b(?P<name>\w+)\s*\((?P<arguments>[^()]*)\)\s*$")
 
@@ -208,33 +207,6 @@ def _scalar(ctype: str, pointer_size: int, where: str) -> tuple[int, str]:
         return _SCALARS[" ".join(plain)]
     except KeyError as error:
         raise DeclarationError(f"{where} has the unknown type {ctype!r}") from error
-
-
-def enum_values(text: str, name: str) -> dict[str, int]:
-    """Read an enum's constants.
-
-    Args:
-        text: C text.
-        name: the enum's tag.
-
-    Returns:
-        Constant -> value, in order; empty where the text has no such enum or its values are no plain numbers.
-    """
-    for match in _ENUM.finditer(strip(text)):
-        if match.group(1) != name:
-            continue
-        values: dict[str, int] = {}
-        following = 0
-        for part in filter(None, (entry.strip() for entry in match.group(2).split(","))):
-            constant, _, written = (piece.strip() for piece in part.partition("="))
-            try:
-                following = int(written, 0) if written else following
-            except ValueError:
-                return {}
-            values[constant] = following
-            following += 1
-        return values
-    return {}
 
 
 def prototypes(text: str) -> dict[str, tuple[Prototype, ...]]:

@@ -36,7 +36,7 @@ _MAX_BUCKETS = 1 << 20
 _MAX_NAME = 4096
 
 _PT_LOAD, _PT_DYNAMIC = 1, 2
-_DT_NEEDED, _DT_HASH, _DT_STRTAB, _DT_SYMTAB, _DT_STRSZ, _DT_SONAME, _DT_RPATH, _DT_RUNPATH = 1, 4, 5, 6, 10, 14, 15, 29
+_DT_NEEDED, _DT_HASH, _DT_STRTAB, _DT_SYMTAB, _DT_STRSZ, _DT_RPATH, _DT_RUNPATH = 1, 4, 5, 6, 10, 15, 29
 _DT_GNU_HASH, _DT_VERDEF, _DT_VERDEFNUM, _DT_VERNEED, _DT_VERNEEDNUM = (
     0x6FFFFEF5,
     0x6FFFFFFC,
@@ -66,9 +66,7 @@ class ElfFile:
 
     machine: str
     bits: int
-    little_endian: bool
     shared: bool
-    soname: str = ""
     needed: tuple[str, ...] = ()
     rpath: tuple[str, ...] = ()
     runpath: tuple[str, ...] = ()
@@ -139,7 +137,7 @@ def _read(reader: _Reader, *, exports: bool) -> ElfFile:
     kind, machine = struct.unpack("<HH" if little else ">HH", ident[16:20])
     name = MACHINES.get(machine, f"machine {machine}")
     if bits != 64 or not little:
-        return ElfFile(name, bits, little, kind == 3)
+        return ElfFile(name, bits, kind == 3)
     header = reader.at(0, 64)
     (program_offset,) = struct.unpack_from("<Q", header, 32)
     entry_bytes, n_entries = struct.unpack_from("<HH", header, 54)
@@ -180,9 +178,7 @@ def _read_dynamic(
     return ElfFile(
         machine=machine,
         bits=64,
-        little_endian=True,
         shared=shared,
-        soname=next(iter(all_of(_DT_SONAME)), ""),
         needed=all_of(_DT_NEEDED),
         rpath=folders(_DT_RPATH),
         runpath=folders(_DT_RUNPATH),

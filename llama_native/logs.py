@@ -29,7 +29,6 @@ class LogTail:
         self._open = ""
         self._lock = threading.Lock()
         self._listeners: list[Callable[[int, str], None]] = []
-        self.n_messages = 0
         self._n_lines = 0
         self._n_lines_before_call = 0
 
@@ -41,7 +40,6 @@ class LogTail:
             text: the message, with or without its end of line.
         """
         with self._lock:
-            self.n_messages += 1
             whole = self._open + text
             *done, self._open = whole.split("\n")
             lines = [line for line in done if line.strip()]

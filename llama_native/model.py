@@ -254,20 +254,6 @@ class Model:
             pointer = lib.llama_model_chat_template(self.pointer, ffi.NULL)
             return text(ffi, pointer) if pointer else None
 
-    def meta(self, key: str) -> str | None:
-        """Return a scalar metadata value as text, None where the key is absent."""
-        with self.library.calling() as (ffi, lib):
-            buffer = ffi.new("char[4096]")
-            n = lib.llama_model_meta_val_str(self.pointer, key.encode(), buffer, 4096)
-            return text(ffi, buffer) if n >= 0 else None
-
-    def native_split_mode(self) -> int | None:
-        """Return the mode that the library itself says the model has, None where the build cannot tell."""
-        if not self.library.has("native-switch"):
-            return None
-        with self.library.calling() as (_, lib):
-            return int(lib.llama_model_get_split_mode(self.pointer))
-
 
 class Adapter:
     """A LoRA adapter on a model. Ownership: freed by ``llama_adapter_lora_free`` before its model."""

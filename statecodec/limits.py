@@ -17,7 +17,6 @@ class Limits:
         n_seq: sequences that one cell may belong to; sequence ids are below it.
         n_layers: layers of one section.
         n_cells: cells in one stream.
-        n_sections: memory sections in one state.
         name_bytes: length of the architecture's name.
         row_bytes: one row of one layer, in bytes.
         n_cell_runs: runs of cells with an equal number of sequences, in one stream.
@@ -31,7 +30,6 @@ class Limits:
     n_seq: int = 256
     n_layers: int = 512
     n_cells: int = 1 << 26
-    n_sections: int = 3
     name_bytes: int = 64
     row_bytes: int = 1 << 31
     n_cell_runs: int = 1 << 18

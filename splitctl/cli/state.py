@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,19 +84,6 @@ class Renumbering(click.ParamType[dict[int, int]]):
         ):
             return {int(old): int(new) for old, _, new in pairs}
         return self.fail(f"{value!r} is not pairs of ids, for example 0=2,1=0", param, ctx)
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """One file's answer.
-
-    Args:
-        body: the object for JSON.
-        is_good: whether nothing was wrong.
-    """
-
-    body: dict[str, Any]
-    is_good: bool
 
 
 @click.group()

@@ -144,7 +144,6 @@ class Engine:
         self.model: Model | None = None
         self.context: Context | None = None
         self._live_adapters: list[Adapter] = []
-        self.n_loads = 0
 
     def place(
         self, placement: Placement, progress: Callable[[float], None] | None = None, *, cancellable: bool = True
@@ -163,7 +162,6 @@ class Engine:
                 progress(share)
             return not (cancellable and self.is_cancelled())
 
-        self.n_loads += 1
         self.model = Model.load(self.library, self.model_path, model_params(placement), progress=on_progress)
 
     def build(self, placement: Placement, *, abortable: bool = True) -> Placement:

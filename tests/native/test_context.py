@@ -66,8 +66,8 @@ def child_memory(path: str, model_path: str, unified: bool) -> dict[str, Any]:
         found["after copy"] = span(1)
         found["copy goes on"] = _read(context, [42], len(PROMPT), 1) == _read(context, [42], len(PROMPT), 0)
         found["cut"] = [context.seq_rm(0, 4), span(0)]
-        context.seq_keep(1)
-        found["after keep"] = [span(0), span(1)]
+        context.seq_rm(0)
+        found["after removal"] = [span(0), span(1)]
         context.clear()
         found["after clear"] = [span(0), span(1)]
         found["again"] = _read(context, PROMPT) == first
@@ -78,14 +78,13 @@ def child_memory(path: str, model_path: str, unified: bool) -> dict[str, Any]:
         found["row"] = [row.size, bool(np.isfinite(row).all()), bool(np.ptp(row) > 1)]
         context.synchronize()
         context.set_adapters([])
-        context.set_causal(causal=True)
     return found
 
 
 @pytest.mark.parametrize("unified", [False, True])
 @pytest.mark.parametrize("folder", [NEWEST, OLDER])
 def test_the_memory_does_as_it_is_told(smollm2: Path, folder: str, unified: bool) -> None:
-    """Read, copy, cut, keep, clear and shift; positions tell what is held, and equal reads give equal rows."""
+    """Read, copy, cut, remove, clear and shift; positions tell what is held, and equal reads give equal rows."""
     found = run_child(child_memory, library_of(folder), smollm2, unified).value()
     n = len(PROMPT)
     assert found["sizes"] == [512, 64, 64, 2, 256] or found["sizes"][1:4] == [64, 64, 2]
@@ -96,7 +95,7 @@ def test_the_memory_does_as_it_is_told(smollm2: Path, folder: str, unified: bool
     assert found["after copy"] == [0, n - 1]
     assert found["copy goes on"]
     assert found["cut"] == [True, [0, 3]]
-    assert found["after keep"] == [[-1, -1], [0, n]]
+    assert found["after removal"] == [[-1, -1], [0, n]]
     assert found["after clear"] == [[-1, -1], [-1, -1]]
     assert found["again"]
     assert found["after shift"] == [0, n - 3]

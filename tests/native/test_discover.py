@@ -334,12 +334,12 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.stub
 def test_reader_agrees_with_readelf(small: Path) -> None:
-    """Exports, needs, versions, name and run path are what readelf prints."""
+    """Exports, needs, versions and run path are what readelf prints."""
     file = elf.read_elf(small, exports=True)
     assert file.exports >= {"llama_a", "llama_b"}
     assert "hidden" not in file.exports
     assert file.versions >= {"OWN_1"}
-    assert (file.soname, file.runpath or file.rpath) == ("libsmall.so.1", ("$ORIGIN/x", "/y"))
+    assert (file.runpath or file.rpath) == ("$ORIGIN/x", "/y")
     assert "libc.so.6" in file.needed
     assert any(need.library == "libc.so.6" and need.version.startswith("GLIBC_") for need in file.version_needs)
     if shutil.which("readelf") is None:

@@ -11,6 +11,7 @@ import pytest
 
 from llama_native import abi, declarations
 from tests.native.compiled import compile_library, default_struct_source, functions, known
+from tests.tool import run_tool
 from tools import make_profile
 
 ROOT = Path(__file__).parents[2]
@@ -24,21 +25,15 @@ def header(context: str = CONTEXT.cdef, extra: str = "") -> str:
 
 def program(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the program of a checkout."""
-    return subprocess.run(
-        [sys.executable, str(folder / "tools" / "make_profile.py"), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_tool("make_profile", *arguments, cwd=folder)
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of the package and the program, to be written to."""
+    """A copy of the package and the programs, to be written to."""
     target = tmp_path / "checkout"
-    shutil.copytree(ROOT / "llama_native", target / "llama_native", ignore=shutil.ignore_patterns("__pycache__"))
-    (target / "tools").mkdir()
-    shutil.copy(ROOT / "tools" / "make_profile.py", target / "tools")
+    for package in ("llama_native", "tools"):
+        shutil.copytree(ROOT / package, target / package, ignore=shutil.ignore_patterns("__pycache__"))
     return target
 
 
@@ -69,7 +64,7 @@ def test_new_release_becomes_a_profile_that_identifies_it(checkout: Path, tmp_pa
     written = (checkout / "llama_native/cdefs/context_params_2027_01.h").read_text(encoding="utf-8")
     assert written == "\n".join(line.split(" /*")[0] for line in new.splitlines()) + "\n"
     code = (
-        "import sys; from pathlib import Path; sys.path.insert(0, 'tools'); import make_profile; "
+        "import sys; from pathlib import Path; from tools import make_profile; "
         "from llama_native import abi; p = abi.identify(make_profile.observe(Path(sys.argv[1]))); "
         "print(p.name, p.seen_in, p.context.field('n_new').offset, p.penalties_take_n_vocab)"
     )

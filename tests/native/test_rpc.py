@@ -17,8 +17,7 @@ from llama_native import Context, ContextParams, Library, Model, ModelParams, Rp
 from llama_native.rpc import check_endpoint, greet
 from tests.native.real import WITH_RPC, library_of
 from tests.stublib import run_child
-
-_TOOL = Path(__file__).parents[2] / "tools" / "rpc_server.py"
+from tests.tool import CHECKOUT, tool_command
 
 
 @contextmanager
@@ -132,8 +131,8 @@ def child_two_servers(path: str, model_path: str, endpoints: list[str]) -> dict[
 def test_two_servers_give_two_devices(smollm2: Path) -> None:
     """Each is a device, once, and a model runs on both; while it lies there the server is busy, and afterwards free."""
     path = library_of(WITH_RPC)
-    command = [sys.executable, str(_TOOL), "--lib", str(path)]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    command = tool_command("rpc_server", "--lib", path)
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "cwd": CHECKOUT}
     with subprocess.Popen(command, text=True, **pipes) as one, subprocess.Popen(command, text=True, **pipes) as two:
         assert one.stdout is not None
         assert two.stdout is not None

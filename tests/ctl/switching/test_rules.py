@@ -12,7 +12,7 @@ from splitctl.placement import FlashAttn, Placement, SplitMode
 from splitctl.probing.verdicts import ProbeVerdict, Verdict
 from splitctl.switching import tables
 from splitctl.switching.rule_inputs import BuildFacts, Finding, HostFacts, SessionFacts
-from splitctl.switching.rules import check, check_context_shift, refused, worth_a_try
+from splitctl.switching.rules import check, refused, worth_a_try
 from tests.ctl.model_facts import model_facts
 
 TWO = ("CPU", "CPU")
@@ -114,13 +114,6 @@ def test_architectures_that_a_build_cannot_split_are_refused(architecture: str) 
 def test_rows_end_with_the_build_that_mended_them(build: BuildFacts, blocked: bool) -> None:
     """An architecture that newer builds run is refused on older ones and where the number is not known."""
     assert blocking(model_facts(architecture="qwen4exp"), build=build) == ["architecture-in-tensor-mode"] * blocked
-
-
-def test_a_build_without_the_mode() -> None:
-    """No try helps where the library lacks tensor mode."""
-    found = findings(model_facts(), build=BuildFacts("xllamacpp 0.2.0", tensor_mode=False))
-    assert [one.code for one in found] == ["no-tensor-mode"]
-    assert not worth_a_try(found)
 
 
 @pytest.mark.parametrize(
@@ -365,11 +358,9 @@ def test_the_same_layout_needs_none() -> None:
     assert blocking(model_facts(), cached(LAYER, "f32"), current=None) == []
 
 
-@pytest.mark.parametrize("what", ["copy", "shift"])
-def test_nothing_may_be_in_flight(what: str) -> None:
-    """A copy or shift that no decode has applied refuses the switch."""
-    session = dataclasses.replace(EMPTY, **{f"pending_{what}": True})
-    assert blocking(model_facts(), session=session) == [f"pending-{what}"]
+def test_nothing_may_be_in_flight() -> None:
+    """A shift that no decode has applied refuses the switch."""
+    assert blocking(model_facts(), session=dataclasses.replace(EMPTY, pending_shift=True)) == ["pending-shift"]
 
 
 def test_host_memory_for_the_carry() -> None:
@@ -433,13 +424,6 @@ def test_what_blocks_comes_first() -> None:
     found = findings(facts, probe=DIES)
     assert [one.blocking for one in found] == sorted((one.blocking for one in found), reverse=True)
     assert [one.code for one in refused(found)] == [one.code for one in found if one.blocking]
-
-
-@pytest.mark.parametrize("mode", list(SplitMode))
-def test_context_shift(mode: SplitMode) -> None:
-    """A context shift is refused in tensor mode alone."""
-    found = check_context_shift(dataclasses.replace(LAYER, mode=mode))
-    assert [one.code for one in found] == ["context-shift-in-tensor-mode"] * (mode is SplitMode.TENSOR)
 
 
 @pytest.mark.parametrize(
