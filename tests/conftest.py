@@ -19,9 +19,11 @@ _TESTS = Path(__file__).parent
 # One library a process: tests/ctl/real_library/test_real_builds.py runs these in a child for each build.
 collect_ignore = [] if "SPLITCTL_TEST_LIBRARY" in os.environ else ["real"]
 
-hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)
-hypothesis.settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, print_blob=True)
-hypothesis.settings.register_profile("deep", max_examples=5000, deadline=None)
+# A busy machine makes examples slowly: that is no fault of a test, and failed sound ones now and then.
+_PATIENT = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("dev", _PATIENT, max_examples=50)
+hypothesis.settings.register_profile("ci", _PATIENT, max_examples=100, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("deep", _PATIENT, max_examples=5000)
 hypothesis.settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") == "true" else "dev")
 )
