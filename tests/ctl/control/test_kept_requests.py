@@ -1,0 +1,72 @@
+"""Request lines of the first release's client: read to the same requests, and still written like that."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from splitctl.carry.sequence import SamplerSpec
+from splitctl.control.requests import (
+    MAX_REQUEST_BYTES,
+    REQUESTS,
+    ChatMessage,
+    CheckRequest,
+    ControlRequest,
+    EventsRequest,
+    GenerateRequest,
+    RestoreRequest,
+    SaveRequest,
+    StatusRequest,
+    StopRequest,
+    SwitchRequest,
+    changes_from_json,
+)
+from splitctl.ipc.wire import from_line, to_line
+from splitctl.placement import FlashAttn, Placement, SplitMode
+
+KEPT = Path(__file__).parents[2] / "golden" / "control" / "requests.jsonl"
+LINES = KEPT.read_bytes().splitlines(keepends=True)
+
+TARGET = Placement(
+    mode=SplitMode.TENSOR, devices=("CUDA0", "CUDA1"), tensor_split=(3.0, 1.0), main_gpu=1, n_gpu_layers=20, n_ctx=8192,
+    type_k="q8_0", type_v="q4_0", offload_kqv=False, flash_attn=FlashAttn.ON, n_batch=1024, n_ubatch=256, n_seq_max=4,
+    kv_unified=True, n_threads=6, n_threads_batch=12,
+)  # fmt: skip
+SAMPLER = SamplerSpec(
+    temp=1.25, top_k=20, top_p=0.9, min_p=0.125, repeat_penalty=1.5, repeat_last_n=-1, seed=4294967294,
+    stop=("\n", "énd"),
+)  # fmt: skip
+WANTED: tuple[ControlRequest, ...] = (
+    StatusRequest(),
+    SwitchRequest({"mode": "tensor"}),
+    SwitchRequest(TARGET.to_json(), "positions", convert=False, force=True, timeout_s=2.5),
+    SwitchRequest({"tensor_split": None}, "off", timeout_s=30.0),
+    CheckRequest({}),
+    CheckRequest(TARGET.to_json(), convert=False, force=True),
+    GenerateRequest(prompt='a "b"\né \U0001f600'),
+    GenerateRequest(prompt="x", add_special=False, parse_special=True, n_predict=5, sampler=SAMPLER),
+    GenerateRequest(messages=(ChatMessage("system", "be brief"), ChatMessage("user", "hé"))),
+    GenerateRequest(tokens=(1, 2, 2147483647), n_predict=0, sampler=SamplerSpec(temp=0.0)),
+    SaveRequest(Path("/a b/é.carry")),
+    RestoreRequest(Path("/a/b")),
+    StopRequest(),
+    EventsRequest(),
+)
+
+
+@pytest.mark.parametrize(("line", "wanted"), list(zip(LINES, WANTED, strict=True)))
+def test_a_kept_line_is_read_and_written_as_before(line: bytes, wanted: ControlRequest) -> None:
+    """A host of today reads the same request from it, and a client of today writes the same line."""
+    assert from_line(line, REQUESTS, max_bytes=MAX_REQUEST_BYTES) == wanted
+    assert to_line(wanted, REQUESTS) == line
+
+
+def test_the_kept_lines_leave_nothing_out() -> None:
+    """Every kind of request is there, with every field of a placement and of a sampler at no default."""
+    assert {type(one) for one in WANTED} == set(REQUESTS.values())
+    defaults = Placement().to_json()
+    assert not [name for name, value in TARGET.to_json().items() if value == defaults[name]]
+    assert TARGET == Placement(**changes_from_json(TARGET.to_json()))
+    assert not [name for name, value in asdict(SAMPLER).items() if value == asdict(SamplerSpec())[name]]
