@@ -23,7 +23,7 @@ _ROOT = Path(__file__).parents[3]
 _HOLD = """
 import sys
 from pathlib import Path
-from splitctl.host.runtime import claim, prepared
+from splitctl.control.sockets import claim, prepared
 held = claim(prepared(Path(sys.argv[1])), sys.argv[2])
 listening = held.listen()
 print("held", flush=True)
