@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Time the codec on a state of one GiB: inspecting it through mmap, sealing it, turning V, changing cache types.
 
-    tools/bench_codec.py [--json] [--rounds N] [--mib N]
+    python -m tools.bench_codec [--json] [--rounds N] [--mib N]
 
 inspect        parse and full structural validation of a context blob (30 layers, 8192 cells, f16, one GiB) in a file,
                through mmap: median time, and how much the process's resident memory grew (pages of the file included)

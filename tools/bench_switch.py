@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Time our switch against the bare sequence of library calls: size, get, free, free, load, build, set.
 
-    tools/bench_switch.py [--json] [--pairs N] [--models NAME|FILE ...] [--tokens N] [-k ROUTE] [--lib PATH]
+    python -m tools.bench_switch [--json] [--pairs N] [--models NAME|FILE ...] [--tokens N] [-k ROUTE] [--lib PATH]
 
 One session is moved in three ways in turn: by the bare calls (through cffi directly on the session's own model and
 context, with the library's log thrown away in C and a buffer that is allocated and touched once), by ``Session.switch``
@@ -36,7 +35,6 @@ from typing import Any
 
 import cffi
 import numpy as np
-import platformdirs
 
 from llama_native import Library
 from llama_native import library as opened  # the module: the log callback lives there
@@ -45,6 +43,7 @@ from llama_native.model import fill_model_params
 from splitctl import FlashAttn, Placement, Proof, SamplerSpec, Session, SplitMode, SwitchStatus
 from splitctl.engine.engine import context_params, model_params
 from tools.make_dummies import default_folder, make_big
+from tools.places import small_model
 
 N_RESAMPLES = 2000
 #: Resamples lie between these quantiles.
@@ -67,7 +66,7 @@ class Bare:
     """The switch of a session by the library's calls alone, behind the session's back."""
 
     def __init__(self, library: Library, session: Session) -> None:
-        """Move the model and the context of ``session``; there and back, so that its books stay true."""
+        """Move the model and the context of ``session``; there and back, so that what it knows stays true."""
         self._library = library
         self._engine = session._live.engine  # noqa: SLF001 - moved without its knowledge, which is the point
         self._path = os.fsencode(self._engine.model_path)
@@ -210,12 +209,11 @@ def _options() -> argparse.Namespace:
 
 
 def _models(names: Sequence[str]) -> list[tuple[str, Path]]:
-    kept = platformdirs.user_cache_path("splitctl") / "models"
     found = []
     for name in names:
         path = make_big(default_folder(), 500) if name == _BIG else Path(name)
         if name == "smollm2":
-            path = kept / "smollm2.gguf"
+            path = small_model()
         if not path.is_file():
             raise SystemExit(f"{path} is not there; ci/model smollm2 fetches the small model")
         found.append((name, path))

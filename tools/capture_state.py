@@ -1,4 +1,4 @@
-"""Takes state blobs from one build and one model, and gives them back: the child of `make_goldens.py` and of tests.
+"""Takes state blobs from one build and one model, and gives them back: the child of `make_goldens` and of tests.
 
 One library per process. It declares by itself the little that it calls, so that builds without tensor mode (which the
 native package refuses) can be driven too. Reads one JSON request from stdin, writes blobs into a folder, and prints one

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Find the largest context by trying, under a limit on memory, and compare it with what the planner says.
 
-    tools/check_context.py [--json] [--model PATH] [--budget MIB]
+    python -m tools.check_context [--json] [--model PATH] [--budget MIB]
 
 Each try is a child that may take so much more address space than it has when the library is open. It opens a session
 in the first mode, reads a few tokens, and for a switch goes to the second mode. A child that dies, falls back, or gets
@@ -16,23 +15,24 @@ import argparse
 import functools
 import json
 import os
-import subprocess
+import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from splitctl.engine.buffer_lines import lost_pipeline  # noqa: E402
-from splitctl.ipc.reserving import Reserver  # noqa: E402
-from splitctl.model.facts import ModelFacts, read_facts  # noqa: E402
-from splitctl.placement import FlashAttn, Placement, SplitMode  # noqa: E402
-from splitctl.planning.fitting import Need, largest_context, needs_of_mode, needs_of_switch  # noqa: E402
-from splitctl.planning.memory import DeviceFacts, carry_bytes, plan_mode, plan_switch  # noqa: E402
-from splitctl.planning.survey import CARRY_COPIES  # noqa: E402
+from llama_native import Library
+from splitctl.engine.buffer_lines import lost_pipeline
+from splitctl.ipc.reserving import Reserver
+from splitctl.model.facts import ModelFacts, read_facts
+from splitctl.placement import FlashAttn, Placement, SplitMode
+from splitctl.planning.fitting import Need, largest_context, needs_of_mode, needs_of_switch
+from splitctl.planning.memory import DeviceFacts, carry_bytes, plan_mode, plan_switch
+from splitctl.planning.survey import CARRY_COPIES
+from splitctl.session import Session
+from tools.children import run_child, say
+from tools.places import small_model
 
 _MIB = 1024 * 1024
 _N_TOKENS = 512
@@ -40,7 +40,7 @@ _LIMIT = 131_072
 _STEP = 256
 #: How far the two may be apart, as a share of what was found by trying.
 BOUND = 0.05
-_TIMEOUT_S = 300
+_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compare all cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.add_argument("--model", type=Path, default=Path.home() / ".cache/splitctl/models/smollm2.gguf")
+    parser.add_argument("--model", type=Path, default=small_model(), help="the GGUF (default: SmolLM2)")
     parser.add_argument("--budget", type=int, default=1536, metavar="MIB", help="memory that a try may take")
     options = parser.parse_args(arguments)
     facts = read_facts(options.model)
@@ -117,18 +117,18 @@ def untouched(case: Case, model: Path, facts: ModelFacts) -> int:
 
 def _needs(case: Case, facts: ModelFacts, model: Path, budget: int) -> Callable[[int], tuple[Need, ...]]:
     """Make the planner's answer for a context of so many tokens."""
-    machine = (DeviceFacts("CPU", "cpu", budget), DeviceFacts("host", "cpu", budget))
+    devices = (DeviceFacts("CPU", "cpu", budget), DeviceFacts("host", "cpu", budget))
     reserver = Reserver(model, None, dict(os.environ))
     modes = [case.before, *([case.after] if case.after else [])]
     sizes = [(n_ctx, 2048, 256) for n_ctx in (_STEP, 8192, 32768, _LIMIT)]
     known = {mode: reserver(place(mode, 0), sizes).reservations for mode in modes}
 
     def needs(n_ctx: int) -> tuple[Need, ...]:
-        plans = [plan_mode(facts, place(mode, n_ctx), machine, known[mode]) for mode in modes]
+        plans = [plan_mode(facts, place(mode, n_ctx), devices, known[mode]) for mode in modes]
         if len(plans) == 1:
-            return needs_of_mode(plans[0], machine)
+            return needs_of_mode(plans[0], devices)
         carry = CARRY_COPIES * carry_bytes(facts, plans[0].placement, _N_TOKENS)
-        return needs_of_switch(plan_switch(plans[0], plans[1], carry), machine)
+        return needs_of_switch(plan_switch(plans[0], plans[1], carry), devices)
 
     return needs
 
@@ -152,24 +152,13 @@ def _run(case: Case, model: Path, room: int | None, n_ctx: int) -> int | None:
     modes = [case.before.value, case.after.value if case.after else None]
     job = {"model": str(model), "modes": modes, "room": room, "n_ctx": n_ctx}
     # One heap and a fixed threshold: what is freed goes back, as it does on a device.
-    env = dict(os.environ, GGML_NO_BACKTRACE="1", MALLOC_ARENA_MAX="1", MALLOC_MMAP_THRESHOLD_="1048576")
-    try:
-        done = subprocess.run(
-            [sys.executable, __file__, "--child", json.dumps(job)],
-            env=env, capture_output=True, check=False, timeout=_TIMEOUT_S,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return None
-    return int(done.stdout) if done.returncode == 0 else None
+    env = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "1048576"}
+    done = run_child("tools.check_context", job, _TIMEOUT_S, words=("--child",), env=env)
+    return int(done.told[-1]["peak"]) if done.told and not done.end else None
 
 
 def child(job: Mapping[str, Any]) -> int:
     """Do one try; 0 when the session serves where it should."""
-    import resource  # noqa: PLC0415 - only a try needs these
-
-    from llama_native import Library  # noqa: PLC0415
-    from splitctl.session import Session  # noqa: PLC0415
-
     library = Library.open(env=os.environ)
     library.devices()
     heard: list[str] = []
@@ -188,8 +177,7 @@ def child(job: Mapping[str, Any]) -> int:
             pass
     if lost_pipeline("".join(heard).splitlines()):
         return 1
-    sys.stdout.write(str(_peak() - used))
-    sys.stdout.flush()
+    say(status="survived", peak=_peak() - used)
     os._exit(0)
 
 

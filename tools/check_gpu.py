@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Hold the planner to the driver of a GPU, run it out of memory for real, and time what a switch takes there.
 
-    tools/check_gpu.py [--json] [--lib PATH] [--models 8b,27b] [--parts accuracy,short,rates] [--device CUDA0,CUDA1]
-                       [--sizes CTXxUBATCH,...] [--folder DIR]
+    python -m tools.check_gpu [--json] [--lib PATH] [--models 8b,27b] [--parts accuracy,short,rates]
+                              [--device CUDA0,CUDA1] [--sizes CTXxUBATCH,...] [--folder DIR]
 
 One GPU stands for two with GGML_CUDA_DEVICES=2; what lies on it is then compared as one sum. Models of these sizes are
 made on the spot, with random weights. On processors (--device CPU,CPU) it is a rehearsal: resident memory takes the
@@ -11,7 +10,7 @@ driver's place, and is not judged.
 accuracy  for each model, each size, and layer, tensor and the switch between them: what `splitctl plan` says, and the
           most that the driver counts (20 looks a second) over what was there before: within 3 % or 300 MiB, never under
 short     another process holds the rest of the GPU: what a session comes to that does not fit, and whether a hosted one
-          falls back with the right tokens (see `check_gpu_short.py`)
+          falls back with the right tokens (see `check_gpu_short`)
 rates     switch times with a long state, tokens a second in each mode, and what `splitctl explain` makes of them
 
 failed    how many of all these came out otherwise than they must; exit code 1 when there are any
@@ -34,65 +33,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from splitctl.placement import FlashAttn, Placement, SplitMode  # noqa: E402
-from tools.check_gpu_short import shortage  # noqa: E402
-from tools.gpu_meter import HOST, Driver, Meter, group_of, visible_gpus  # noqa: E402
-from tools.make_dummies import default_folder  # noqa: E402
-from tools.make_large import SHAPES, make_large  # noqa: E402
-from tools.sweep_children import run_child  # noqa: E402
+from splitctl.placement import Placement, SplitMode
+from tools.check_gpu_short import shortage
+from tools.children import run_child
+from tools.gpu_meter import HOST, Driver, Ground, Meter, group_of, visible_gpus
+from tools.make_dummies import default_folder
+from tools.make_large import SHAPES, make_large
+from tools.places import CHECKOUT
 
 _MIB = 1024 * 1024
 #: How much too high a prediction may be: a share of what was measured, or so many bytes.
 SHARE, BYTES = 0.03, 300 * _MIB
 PARTS = ("accuracy", "short", "rates")
-_JOBS = ROOT / "tools" / "gpu_jobs.py"
 _TIMEOUT_S = 300.0
 _N_GENERATE = 24
 #: Tokens of the state whose switch is timed, and how often it goes there and back.
 _STATE_TOKENS = 10_000
 _N_ROUNDS = 3
 _LAYER, _TENSOR = SplitMode.LAYER, SplitMode.TENSOR
-
-
-@dataclass(frozen=True, slots=True)
-class Ground:
-    """What is measured on.
-
-    Args:
-        library: the libllama.
-        devices: two devices, by the library's names.
-        groups: the memory that each has, in the same order.
-        driver: the GPUs' driver; None where all devices are processors.
-        version: of the library.
-    """
-
-    library: Path
-    devices: tuple[str, ...]
-    groups: tuple[str, ...]
-    driver: Driver | None
-    version: str
-
-    def place(self, mode: SplitMode, n_ctx: int, n_ubatch: int) -> Placement:
-        """Make a placement."""
-        return Placement(
-            mode=mode, devices=self.devices, n_ctx=n_ctx, n_ubatch=n_ubatch, n_batch=max(2048, n_ubatch),
-            flash_attn=FlashAttn.ON,
-        )  # fmt: skip
-
-    def job(self, model: Path, placement: Placement, **more: Any) -> dict[str, Any]:
-        """Make a child's job of work."""
-        plain = {"n_warm_up": 0, "n_prompt": 0, "n_generate": _N_GENERATE, "switches": [], "n_further": 0}
-        return {
-            "job": "work",
-            "model": str(model),
-            "library": str(self.library),
-            "placement": placement.to_json(),
-            **plain,
-            **more,
-        }
 
 
 @dataclass(slots=True)
@@ -117,12 +75,18 @@ def ask(*arguments: str) -> dict[str, Any]:
     program = "import sys; from splitctl.cli.main import main; sys.exit(main())"
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments, "--json"],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S,
+        cwd=CHECKOUT, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S,
     )  # fmt: skip
     if not done.stdout.startswith("{"):
         raise SystemExit(f"splitctl {' '.join(arguments)} ends with {done.returncode}: {done.stderr.strip()[-400:]}")
     body: dict[str, Any] = json.loads(done.stdout)
     return body
+
+
+def work(ground: Ground, model: Path, placement: Placement, **more: Any) -> dict[str, Any]:
+    """Make a child's job of work; what is not named is nothing."""
+    plain = {"n_warm_up": 0, "n_prompt": 0, "n_generate": _N_GENERATE, "switches": [], "n_further": 0}
+    return {"job": "work", **ground.session(model, placement), **plain, **more}
 
 
 def ground_of(library: Path | None, devices: Sequence[str]) -> Ground:
@@ -160,12 +124,12 @@ def check_accuracy(
         ):
             plan = told["switch"] if switches else told["modes"][what]
             targets = [ground.place(mode, n_ctx, n_ubatch).to_json() for mode in switches]
-            job = ground.job(
-                model, ground.place(start, n_ctx, n_ubatch), n_prompt=room, switches=targets,
+            job = work(
+                ground, model, ground.place(start, n_ctx, n_ubatch), n_prompt=room, switches=targets,
                 n_further=n_ubatch if switches else 0,
             )  # fmt: skip
             with Meter(ground.groups, ground.driver) as meter:
-                child = run_child(_JOBS, job, _TIMEOUT_S)
+                child = run_child("tools.gpu_jobs", job, _TIMEOUT_S)
             row = {"model": name, "what": what, "n_ctx": n_ctx, "n_ubatch": n_ubatch, "end": child.end}
             done = child.told[-1] if child.told and not child.end else {}
             for group in dict.fromkeys(ground.groups):
@@ -218,11 +182,11 @@ def measure_rates(ground: Ground, model: Path, n_state: int) -> dict[str, Any]:
     switches: dict[str, list[dict[str, Any]]] = {}
     for start, other in ((_LAYER, _TENSOR), (_TENSOR, _LAYER)):
         targets = [modes[mode].to_json() for _ in range(_N_ROUNDS) for mode in (other, start)]
-        job = ground.job(
-            model, modes[start], n_warm_up=512, n_prompt=n_state, n_generate=128,
+        job = work(
+            ground, model, modes[start], n_warm_up=512, n_prompt=n_state, n_generate=128,
             switches=targets if start is _LAYER else [],
         )  # fmt: skip
-        child = run_child(_JOBS, job, _TIMEOUT_S)
+        child = run_child("tools.gpu_jobs", job, _TIMEOUT_S)
         if child.end or not child.told:
             return {"trouble": f"the child of {start.value} ended: {child.end or 'it said nothing'}"}
         steps = child.told[-1]["steps"]

@@ -17,22 +17,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from splitctl.carry.sequence import SamplerSpec
 from splitctl.control.requests import GenerateRequest
 from splitctl.host.config import HostConfig
-from splitctl.host.streams import Begun, Delta, Done
 from splitctl.host.supervisor import Supervisor
 from splitctl.model.facts import read_facts
 from splitctl.placement import Placement, SplitMode
 from tools import greedy_gaps
+from tools.children import run_child
+from tools.clients import start_streams
 from tools.gpu_jobs import tokens_of
-from tools.gpu_meter import HOST, Driver, Meter
-from tools.sweep_children import run_child
+from tools.gpu_meter import HOST, Ground, Meter
+from tools.places import CHECKOUT
 
 _MIB = 1024 * 1024
-_JOBS = Path(__file__).resolve().parent / "gpu_jobs.py"
+_JOBS = "tools.gpu_jobs"
 _TIMEOUT_S = 300.0
 #: A stream alone has the same floats every time; of two, who else was in a batch changes their order.
 _N_STREAMS = (1, 2)
@@ -46,29 +47,6 @@ _ROOM_BYTES = 512 * _MIB
 #: The tensor placement that cannot fit has a context so many times as long; on processors one that no memory holds.
 _LONGER = 16
 _ENDLESS = 1 << 24
-
-
-class Ground(Protocol):
-    """What is measured on; see `check_gpu.Ground`."""
-
-    @property
-    def library(self) -> Path:
-        """The libllama."""
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """Two devices."""
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        """The memory that each has."""
-
-    @property
-    def driver(self) -> Driver | None:
-        """The GPUs' driver."""
-
-    def place(self, mode: SplitMode, n_ctx: int, n_ubatch: int) -> Placement:
-        """Make a placement."""
 
 
 def shortage(ground: Ground, model: Path, size: tuple[int, int]) -> dict[str, Any]:
@@ -120,13 +98,8 @@ def opening(ground: Ground, model: Path, placement: Placement) -> dict[str, Any]
     Returns:
         Under ``status`` opened, refused (it returned an error) or died.
     """
-    job = {
-        "job": "open",
-        "model": str(model),
-        "library": str(ground.library),
-        "placement": placement.to_json(),
-        "n_prompt": min(placement.n_ctx // 2, 4 * placement.n_ubatch),
-    }
+    n_prompt = min(placement.n_ctx // 2, 4 * placement.n_ubatch)
+    job = {"job": "open", **ground.session(model, placement), "n_prompt": n_prompt}
     child = run_child(_JOBS, job, _TIMEOUT_S)
     if child.end or not child.told:
         return {"status": "died", "at": child.at.get("at"), "end": child.end}
@@ -148,8 +121,9 @@ def held(leave: dict[str, int]) -> Iterator[dict[str, int]]:
                 continue
             words = json.dumps({"job": "hold", "gpu": number, "leave": n_bytes})
             child = subprocess.Popen(
-                [sys.executable, str(_JOBS), words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
+                [sys.executable, "-m", _JOBS, words],
+                cwd=CHECKOUT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            )  # fmt: skip
             children.append(child)
             said = child.stdout.readline() if child.stdout else ""
             if not said.startswith("{"):
@@ -170,46 +144,27 @@ async def host(
         The tokens of every stream, how each ended, the outcome of the switch, and the status at the end.
     """
     n_vocab = read_facts(model).n_vocab
-    texts: list[list[int]] = [[] for _ in range(n_streams)]
-    ends: list[str] = ["" for _ in range(n_streams)]
+    requests = [
+        GenerateRequest(
+            tokens=tuple(tokens_of(_N_PROMPT, n_vocab, 10 + stream)),
+            n_predict=_N_PREDICT,
+            sampler=SamplerSpec(temp=0.0),
+        )
+        for stream in range(n_streams)
+    ]
     said: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         config = HostConfig(
             model=model, library=ground.library, placement=layer, name="short", state_folder=Path(folder)
         )
-        supervisor = Supervisor(config, env=dict(os.environ, GGML_NO_BACKTRACE="1"), tell=said.append)
+        supervisor = Supervisor(config, env=dict(os.environ, GGML_NO_BACKTRACE="1"), log=said.append)
         await supervisor.start()
         try:
-            are_there = asyncio.Event()
-
-            async def read(stream: int, begun: asyncio.Event) -> None:
-                request = GenerateRequest(
-                    tokens=tuple(tokens_of(_N_PROMPT, n_vocab, 10 + stream)),
-                    n_predict=_N_PREDICT,
-                    sampler=SamplerSpec(temp=0.0),
-                )
-                async for event in await supervisor.generate(request):
-                    match event:
-                        case Begun():
-                            begun.set()
-                        case Delta(token=int(token)):
-                            texts[stream].append(token)
-                            if stream == n_streams - 1 and len(texts[stream]) == _N_BEFORE:
-                                are_there.set()
-                        case Done():
-                            ends[stream] = event.why.value
-                begun.set()
-                are_there.set()
-
-            readers = []
-            for stream in range(n_streams):
-                begun = asyncio.Event()
-                readers.append(asyncio.create_task(read(stream, begun)))
-                await begun.wait()
+            texts, readers = await start_streams(supervisor, requests, _N_BEFORE)
             outcome = None
             if target is not None:
-                await are_there.wait()
-                drawn = [len(text) for text in texts]
+                await texts[-1].has_some.wait()
+                drawn = [len(text.tokens) for text in texts]
                 changes = {"mode": target.mode, "n_ctx": target.n_ctx}
                 outcome = await supervisor.switch(changes, force=True)
                 outcome["drawn_before"] = drawn
@@ -219,8 +174,12 @@ async def host(
             await supervisor.stop(save=False)
     kept = ("state", "effective", "worker_restarts", "recomputed")
     return {
-        "texts": texts, "ends": ends, "outcome": outcome, "status": {name: status[name] for name in kept}, "said": said
-    }  # fmt: skip
+        "texts": [text.tokens for text in texts],
+        "ends": [text.done.why.value if text.done else "" for text in texts],
+        "outcome": outcome,
+        "status": {name: status[name] for name in kept},
+        "said": said,
+    }
 
 
 def _wrong(ground: Ground, model: Path, wanted: dict[str, Any], found: dict[str, Any], n_lost: int) -> list[str]:

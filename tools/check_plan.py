@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Hold the planner to the library: predicted bytes against the buffers that it reports, and against resident memory.
 
-    tools/check_plan.py [--json] [--only WORD] [--no-rpc]
+    python -m tools.check_plan [--json] [--only WORD] [--no-rpc]
 
 Every case loads a model in a child, reads the library's own lines about its buffers, fills the context (the tokens of
 the first micro-batch all ask for logits), and looks at the child's resident memory. Weights and cache have to agree to
@@ -15,34 +14,30 @@ import argparse
 import dataclasses
 import json
 import os
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from splitctl.engine.buffer_lines import BufferLine  # noqa: E402
-from splitctl.ipc.reserving import Reserver  # noqa: E402
-from splitctl.model.facts import ModelFacts, read_facts  # noqa: E402
-from splitctl.model.slices import Cutter  # noqa: E402
-from splitctl.placement import FlashAttn, Placement, SplitMode  # noqa: E402
-from splitctl.planning.cells import cache_tensors  # noqa: E402
-from splitctl.planning.memory import DeviceFacts, ModePlan, plan_mode  # noqa: E402
-from tools.check_plan_child import settled  # noqa: E402
+from splitctl.engine.buffer_lines import BufferLine
+from splitctl.ipc.reserving import Reserver
+from splitctl.model.facts import ModelFacts, read_facts
+from splitctl.model.slices import Cutter
+from splitctl.placement import FlashAttn, Placement, SplitMode
+from splitctl.planning.cells import cache_tensors
+from splitctl.planning.memory import DeviceFacts, ModePlan, plan_mode
+from tools.check_plan_child import settled
+from tools.children import run_child
+from tools.make_dummies import default_folder, make_many
+from tools.places import builds_folder, models_folder
+from tools.rpc_server import served
 
 _MIB = 1024 * 1024
 #: The library prints hundredths of a MiB; a sum of several lines is off by half of one each.
 _ROUNDING = 0.0101
-_CACHE = Path(os.environ.get("SPLITCTL_CACHE", Path.home() / ".cache" / "splitctl"))
-_PYTHON_BUILD = _CACHE / "builds" / "llama-cpp-python-0.3.36" / "llama_cpp" / "lib" / "libllama.so"
-_LIMIT_S = 600
+_LIMIT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     wanted = [one for one in cases() if options.only in one.name]
     skipped = []
-    if options.no_rpc or not _PYTHON_BUILD.exists():
+    if options.no_rpc or not _python_build().exists():
         skipped = [one.name for one in wanted if one.rpc]
         wanted = [one for one in wanted if not one.rpc]
     checked = []
@@ -175,25 +170,25 @@ def check(case: Case) -> Checked:
         path = _model(case.model)
         facts = read_facts(path)
         found = Checked(case.name, facts.architecture)
-        servers = [stack.enter_context(_Server()) for _ in range(2)] if case.rpc else []
-        library = _PYTHON_BUILD if case.rpc else None
-        addresses = tuple(server.address for server in servers)
+        library = _python_build() if case.rpc else None
+        servers = [stack.enter_context(served(library)) for _ in range(2)] if library else []
+        addresses = tuple(address for address, _ in servers)
         reserver = Reserver(path, library, dict(os.environ), addresses)
         size = (case.placement.n_ctx, case.placement.n_batch, case.placement.n_ubatch)
         reserved = reserver(case.placement, [size])
         if not reserved.reservations:
             found.trouble = reserved.why
             return found
-        machine = tuple(
+        devices = tuple(
             DeviceFacts(
                 one["name"], one["kind"], one["memory_free"], None, one["description"] * one["name"].startswith("RPC")
             )
             for one in reserved.library["devices"]
         )
         rows = min(case.placement.n_ubatch, case.placement.n_ctx)
-        plan = plan_mode(facts, case.placement, machine, reserved.reservations, n_outputs=rows)
-        plain = plan_mode(facts, case.placement, machine, reserved.reservations)
-        before = [server.resident() for server in servers]
+        plan = plan_mode(facts, case.placement, devices, reserved.reservations, n_outputs=rows)
+        plain = plan_mode(facts, case.placement, devices, reserved.reservations)
+        before = [settled(pid) for _, pid in servers]
         job = {
             "model": str(path),
             "library": str(library) if library else None,
@@ -201,17 +196,16 @@ def check(case: Case) -> Checked:
             "placement": case.placement.to_json(),
             "rows": rows,
         }
-        told = _child(job)
-        if "error" in told:
-            found.trouble = told["error"]
+        child = run_child("tools.check_plan_child", job, _LIMIT_S)
+        if child.end or not child.told:
+            found.trouble = f"the child ended: {child.end or 'it said nothing'}"
             return found
+        told = child.told[-1]
         lines = [BufferLine(*line) for line in told["lines"]]
         _compare_lines(found, case, facts, plain, lines)
         if case.rpc:
-            for number, (server, was) in enumerate(zip(servers, before, strict=True)):
-                share = plan.shares[number]
-                _total(found, f"resident {share.device}", share.total, max(told["servers"][number] - was, 0))
-                del server
+            for share, now, was in zip(plan.shares, told["servers"], before, strict=True):
+                _total(found, f"resident {share.device}", share.total, max(now - was, 0))
         else:
             everything = plan.total + plan.host.total
             _total(found, "resident", everything, told["resident"] * _MIB)
@@ -299,11 +293,9 @@ def _fullest_cache(facts: ModelFacts, plan: ModePlan) -> int:
 
 def _model(name: str) -> Path:
     """Find a model, or make it of its recipe."""
-    real = _CACHE / "models" / f"{name}.gguf"
+    real = models_folder() / f"{name}.gguf"
     if real.exists():
         return real
-    from tools.make_dummies import default_folder, make_many  # noqa: PLC0415 - it opens a library
-
     for _, path, why in make_many(default_folder(), [name]):
         if path is None:
             raise SystemExit(f"check_plan: {name} cannot be made: {why}")
@@ -311,49 +303,9 @@ def _model(name: str) -> Path:
     raise SystemExit(f"check_plan: there is no recipe {name}")
 
 
-def _child(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Run a case in a child; its death is an answer too."""
-    program = ROOT / "tools" / "check_plan_child.py"
-    env = dict(os.environ, GGML_NO_BACKTRACE="1")
-    done = subprocess.run(
-        [sys.executable, str(program), json.dumps(job)],
-        env=env, capture_output=True, text=True, check=False, timeout=_LIMIT_S,
-    )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        return {"error": f"the child ended with {done.returncode}: {done.stderr.strip()[-200:]}"}
-    answer: dict[str, Any] = json.loads(lines[-1])
-    return answer
-
-
-class _Server:
-    """An RPC server of the llama-cpp-python build, in a process of its own."""
-
-    def __enter__(self) -> Self:
-        self._log = tempfile.TemporaryFile()
-        program = ROOT / "tools" / "rpc_server.py"
-        self._process = subprocess.Popen(
-            [sys.executable, str(program), "--lib", str(_PYTHON_BUILD)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-        )  # fmt: skip
-        said = self._process.stdout.readline() if self._process.stdout else ""
-        found = re.search(r"listening on (\S+)", said)
-        if not found:
-            raise SystemExit(f"check_plan: an RPC server did not start: {said!r}")
-        self.address = found[1]
-        return self
-
-    def resident(self) -> int:
-        """Bytes that it holds now."""
-        return settled(self._process.pid)
-
-    def __exit__(self, *_: object) -> None:
-        if self._process.stdin:
-            self._process.stdin.close()
-        self._process.wait(timeout=30)
-        if self._process.stdout:
-            self._process.stdout.close()
-        self._log.close()
+def _python_build() -> Path:
+    """Where the build of llama-cpp-python is, if it is there: it can serve RPC."""
+    return builds_folder() / "llama-cpp-python-0.3.36" / "llama_cpp" / "lib" / "libllama.so"
 
 
 def _summary(checked: Sequence[Checked], skipped: Sequence[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One case of `check_plan.py`, in a child: load, fill the context, tell the library's lines and what is resident."""
+"""One case of `check_plan`, in a child: load, fill the context, tell the library's lines and what is resident."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-if TYPE_CHECKING:
-    from llama_native import Context
+from llama_native import Context, Library, Model
+from splitctl.engine.buffer_lines import buffer_lines
+from splitctl.engine.engine import context_params, model_params
+from splitctl.placement import Placement
+from tools.children import say
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -58,11 +58,6 @@ def _fill(context: Context, rows: int) -> None:
 
 def main(job: dict[str, Any]) -> None:
     """Do one case and print one JSON object."""
-    from llama_native import Context, Library, Model  # noqa: PLC0415 - the parent imports this module too
-    from splitctl.engine.buffer_lines import buffer_lines  # noqa: PLC0415
-    from splitctl.engine.engine import context_params, model_params  # noqa: PLC0415
-    from splitctl.placement import Placement  # noqa: PLC0415
-
     placement = Placement.from_json(job["placement"])
     library = Library.open(job["library"], env=os.environ)
     library.add_rpc_servers(job["rpc"])
@@ -74,13 +69,12 @@ def main(job: dict[str, Any]) -> None:
     context = Context(model, context_params(placement, embeddings=False))
     told = buffer_lines("".join(heard).splitlines())
     _fill(context, job["rows"])
-    body = {
-        "lines": [[line.buffer, line.kind, line.n_bytes] for line in told],
-        "resident": (settled(os.getpid()) - before) / (1024 * 1024),
-        "servers": [settled(_server_pid(address)) for address in job["rpc"]],
-    }
-    sys.stdout.write(json.dumps(body) + "\n")
-    sys.stdout.flush()
+    say(
+        status="filled",
+        lines=[[line.buffer, line.kind, line.n_bytes] for line in told],
+        resident=(settled(os.getpid()) - before) / (1024 * 1024),
+        servers=[settled(_server_pid(address)) for address in job["rpc"]],
+    )
     os._exit(0)
 
 

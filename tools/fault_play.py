@@ -23,10 +23,11 @@ from splitctl.carry.sequence import SamplerSpec
 from splitctl.cli.state_diff import compare
 from splitctl.control.requests import GenerateRequest
 from splitctl.host.config import HostConfig
-from splitctl.host.streams import Begun, Delta, Done, Why
+from splitctl.host.streams import Why
 from splitctl.host.supervisor import Supervisor
 from splitctl.placement import FlashAttn, Placement, SplitMode
 from tests.stublib import FaultFile
+from tools.clients import Text, start_streams
 from tools.fault_cells import LETHAL, SILENT, Cell, End
 
 #: A switch is ordered when every stream has so many tokens.
@@ -110,23 +111,6 @@ def sampler(stream: int, *, is_greedy: bool) -> SamplerSpec:
     return SamplerSpec(temp=0.9, top_k=20, repeat_penalty=1.3, repeat_last_n=8, seed=100 + stream)
 
 
-@dataclass(slots=True)
-class Text:
-    """What a client got of one stream.
-
-    Args:
-        tokens: in the order in which they came.
-        faults: what was wrong with the stream itself.
-        done: its last event.
-        has_some: set once the stream has `N_BEFORE` tokens, or has ended.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
-    done: Done | None = None
-    has_some: asyncio.Event = field(default_factory=asyncio.Event)
-
-
 @dataclass(frozen=True, slots=True)
 class Reference:
     """What a session that was never disturbed comes to.
@@ -177,7 +161,7 @@ class Play:
         self.supervisor = Supervisor(
             ground.config(mode, n_streams, self.folder, is_silent=is_silent),
             env=ground.environment(self.armed, self.folder),
-            tell=self.said.append,
+            log=self.said.append,
         )
 
     def status(self) -> dict[str, Any]:
@@ -187,49 +171,28 @@ class Play:
             self.pids.add(status["worker_pid"])
         return status
 
-    async def read(self, stream: int, tokens: Sequence[int], n_predict: int, text: Text, begun: asyncio.Event) -> None:
-        """Be the client of one stream."""
-        request = GenerateRequest(
-            tokens=tuple(tokens), n_predict=n_predict, sampler=sampler(stream, is_greedy=self.is_greedy)
+    def request(self, stream: int, drawn: Sequence[int] = ()) -> GenerateRequest:
+        """Ask for the tokens of a stream that are not drawn yet."""
+        return GenerateRequest(
+            tokens=(*self.ground.prompts[stream], *drawn),
+            n_predict=self.ground.n_predict - len(drawn),
+            sampler=sampler(stream, is_greedy=self.is_greedy),
         )
-        first = len(text.tokens)
-        try:
-            async for event in await self.supervisor.generate(request):
-                match event:
-                    case Begun():
-                        begun.set()
-                    case Delta(token=int(token)):
-                        if event.index != len(text.tokens) - first:
-                            text.faults.append(f"token {event.index} came as number {len(text.tokens) - first}")
-                        text.tokens.append(token)
-                        if len(text.tokens) >= N_BEFORE:
-                            text.has_some.set()
-                    case Done():
-                        text.done = event
-        finally:
-            begun.set()
-            text.has_some.set()
 
     async def start(self) -> list[asyncio.Task[None]]:
-        """Start every stream, one after the other, so that each has the sequence of its number."""
-        readers = []
-        for stream in range(self.n_streams):
-            text, begun = Text(), asyncio.Event()
-            self.texts.append(text)
-            prompt = self.ground.prompts[stream]
-            readers.append(asyncio.create_task(self.read(stream, prompt, self.ground.n_predict, text, begun)))
-            await begun.wait()
+        """Start every stream."""
+        requests = [self.request(stream) for stream in range(self.n_streams)]
+        self.texts, readers = await start_streams(self.supervisor, requests, N_BEFORE)
         return readers
 
-    async def finish(self) -> list[asyncio.Task[None]]:
+    def finish(self) -> list[asyncio.Task[None]]:
         """Ask again for what is left of every stream, as a client does after its session was brought back."""
         readers = []
         for stream, text in enumerate(self.texts):
             text.done = None
-            tokens = (*self.ground.prompts[stream], *text.tokens)
-            left = self.ground.n_predict - len(text.tokens)
-            if left > 0:
-                readers.append(asyncio.create_task(self.read(stream, tokens, left, text, asyncio.Event())))
+            if len(text.tokens) < self.ground.n_predict:
+                request = self.request(stream, text.tokens)
+                readers.append(asyncio.create_task(text.read(self.supervisor, request)))
         return readers
 
     async def save(self) -> Path:
@@ -343,7 +306,7 @@ async def _bring_back(
         told = text.done.message if text.done else "nothing"
         played.need(text.done and text.done.why is Why.ERROR and parked_at in told, f"a stream ended with {text.done}")
     await play.supervisor.restore(Path(parked_at))
-    await asyncio.gather(*await play.finish())
+    await asyncio.gather(*play.finish())
     played.need(play.status()["state"] == "serving", "it does not serve after the restore")
 
 

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Put a hosted session through every fault: each stage of a switch x each way to fail, both ways, one and four streams.
 
-    tools/faults.py [--json] [--real] [--few] [-k TEXT] [--kind KIND] [--streams N] [--jobs 2] [--lib PATH]
+    python -m tools.faults [--json] [--real] [--few] [-k TEXT] [--kind KIND] [--streams N] [--jobs 2] [--lib PATH]
 
 Without more it plays the whole table on the stub library of the tests, which aborts, hangs and damages bytes on
 request (it needs a C compiler). `--real` plays the part that needs no stub, killed and stopped workers, on a real
@@ -20,7 +19,6 @@ import argparse
 import asyncio
 import collections
 import json
-import os
 import sys
 import tempfile
 import time
@@ -29,17 +27,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+import psutil
 
-import platformdirs  # noqa: E402
-import psutil  # noqa: E402
-
-from llama_native import NativeError, discover  # noqa: E402
-from tests.stublib import COMPILER, build, write_model  # noqa: E402
-from tools import greedy_gaps  # noqa: E402
-from tools.fault_cells import N_STREAMS, Cell, End, Kind, cells, few_cells, few_real_cells, real_cells  # noqa: E402
-from tools.fault_play import Ground, Played, Reference, play_cell, undisturbed  # noqa: E402
+from tests.stublib import COMPILER, build, write_model
+from tools import greedy_gaps
+from tools.fault_cells import N_STREAMS, Cell, End, Kind, cells, few_cells, few_real_cells, real_cells
+from tools.fault_play import Ground, Played, Reference, play_cell, undisturbed
+from tools.places import small_model, usable_library
 
 #: A worker that is asked to do something and says nothing for so long counts as hung [seconds].
 STUB_DEADLINE_S = 4.0
@@ -133,11 +127,7 @@ async def play_all(ground: Ground, table: Sequence[Cell], *, jobs: int, quiet: b
 def wrong_texts(ground: Ground, played: Played) -> list[str]:
     """Hold the texts of a real model to a fresh context: floats depend on who is in a batch, tokens hardly."""
     gaps = greedy_gaps.measure(ground.library, ground.model, played.texts)
-    return [
-        f"stream {index}: token {gap.at} is {gap.worst:.2f} below the likeliest (a lost token makes {gap.control:.1f})"
-        for index, gap in enumerate(gaps)
-        if not gap.is_right
-    ]
+    return [f"stream {index}: {gap.fault}" for index, gap in enumerate(gaps) if not gap.is_right]
 
 
 def n_open() -> int:
@@ -193,11 +183,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     n_fds = n_open()
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            ground = _real(Path(folder), options) if options.real else stub_ground(Path(folder))
-        except NativeError as error:
-            print(error, file=sys.stderr)
-            return 1
+        if options.real:
+            ground = real_ground(Path(folder), usable_library(options.lib), options.model or small_model())
+        else:
+            ground = stub_ground(Path(folder))
         tally = asyncio.run(play_all(ground, table, jobs=options.jobs, quiet=options.quiet))
     left = leftovers(n_fds)
     result: dict[str, Any] = {
@@ -217,12 +206,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         print_table(result)
     return 0 if tally.passed and not result["failed"] else 1
-
-
-def _real(folder: Path, options: argparse.Namespace) -> Ground:
-    library = options.lib or next(one.path for one in discover.candidates(os.environ) if one.usable)
-    model = options.model or platformdirs.user_cache_path("splitctl") / "models" / "smollm2.gguf"
-    return real_ground(folder, library, model)
 
 
 def print_table(result: dict[str, Any]) -> None:

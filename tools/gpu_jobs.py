@@ -1,4 +1,4 @@
-"""What `check_gpu.py` lets children do: work in a session, open one, or hold a GPU's memory. One JSON object each.
+"""What `check_gpu` lets children do: work in a session, open one, or hold a GPU's memory. One JSON object each.
 
 A child tells on stdout where it is ({"at": ...}) and what came of it ({"status": ...}); the library may end it.
 """
@@ -10,31 +10,26 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-if TYPE_CHECKING:
-    from llama_native import Library
-    from splitctl.session import Session
+from llama_native import Library, NativeError
+from splitctl.carry.sequence import SamplerSpec
+from splitctl.engine.buffer_lines import buffer_lines
+from splitctl.errors import SplitctlError
+from splitctl.placement import Placement
+from splitctl.session import Session
+from tools.children import say
 
 _MIB = 1024 * 1024
 #: Memory is held in pieces of this size, and what is left in pages of a GPU.
 _PIECE_BYTES = 1024 * _MIB
 _PAGE_BYTES = 2 * _MIB
-#: Tokens below it are bytes and controls; see `make_large.py`.
+#: Tokens below it are bytes and controls; see `make_large`.
 FIRST_WORD = 259
 _WARM_UP = 512
-
-
-def say(**words: Any) -> None:
-    """Tell one line."""
-    print(json.dumps(words), flush=True)
 
 
 def tokens_of(n: int, n_vocab: int, seed: int = 1) -> list[int]:
@@ -50,11 +45,6 @@ def work(job: Mapping[str, Any]) -> None:
     Job: model, library, placement, n_warm_up, n_prompt, n_generate, switches (placements), n_further (tokens read after
     each switch).
     """
-    from llama_native import Library  # noqa: PLC0415 - a child that holds memory opens no library
-    from splitctl.engine.buffer_lines import buffer_lines  # noqa: PLC0415
-    from splitctl.placement import Placement  # noqa: PLC0415
-    from splitctl.session import Session  # noqa: PLC0415
-
     library = Library.open(job["library"], env=os.environ)
     heard: list[str] = []
     library.log.listen(lambda _, text: heard.append(text))
@@ -99,8 +89,6 @@ def _is_worth_telling(line: str) -> bool:
 
 def _step(session: Session, prompt: list[int], n_generate: int) -> dict[str, Any]:
     """Read and generate; rates in tokens per second, None where nothing was done."""
-    from splitctl.carry.sequence import SamplerSpec  # noqa: PLC0415 - the parent imports this module too
-
     mode = session.placement.mode.value
     laps = [perf_counter()]
     if prompt:
@@ -118,11 +106,6 @@ def _step(session: Session, prompt: list[int], n_generate: int) -> dict[str, Any
 
 def try_opening(job: Mapping[str, Any]) -> None:
     """Open a session and say how that went, if there is anybody left to say it."""
-    from llama_native import Library, NativeError  # noqa: PLC0415
-    from splitctl.errors import SplitctlError  # noqa: PLC0415
-    from splitctl.placement import Placement  # noqa: PLC0415
-    from splitctl.session import Session  # noqa: PLC0415
-
     library = Library.open(job["library"], env=os.environ)
     say(at="opening")
     try:

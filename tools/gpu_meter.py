@@ -13,9 +13,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
 import psutil
+
+from splitctl.placement import FlashAttn, Placement, SplitMode
 
 #: Twenty looks a second.
 PERIOD_S = 0.05
@@ -68,6 +71,36 @@ class Driver:
     def _check(self, code: int, what: str) -> None:
         if code:
             raise OSError(code, f"the driver's management library gives no {what}: error {code}")
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What is measured on.
+
+    Args:
+        library: the libllama.
+        devices: two devices, by the library's names.
+        groups: the memory that each has, in the same order.
+        driver: the GPUs' driver; None where all devices are processors.
+        version: of the library.
+    """
+
+    library: Path
+    devices: tuple[str, ...]
+    groups: tuple[str, ...]
+    driver: Driver | None
+    version: str
+
+    def place(self, mode: SplitMode, n_ctx: int, n_ubatch: int) -> Placement:
+        """Make a placement."""
+        return Placement(
+            mode=mode, devices=self.devices, n_ctx=n_ctx, n_ubatch=n_ubatch, n_batch=max(2048, n_ubatch),
+            flash_attn=FlashAttn.ON,
+        )  # fmt: skip
+
+    def session(self, model: Path, placement: Placement) -> dict[str, Any]:
+        """What a child's job says of a session."""
+        return {"model": str(model), "library": str(self.library), "placement": placement.to_json()}
 
 
 def group_of(name: str, description: str, visible: Sequence[int]) -> str:

@@ -15,7 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import numpy as np
 from llama_native import Context, Library, Model
 from splitctl.engine.engine import context_params, model_params
 from splitctl.placement import FlashAttn, Placement, SplitMode
-from tools.sweep_children import run_child
+from tools.children import run_child, say
 
 #: Two float orders of SmolLM2 Q4_1 differ by a rounding of activations to 8 bits before each product, and draw another
 #: token only at near ties. Measured over 200 switches under four streams: of 5,638 tokens in 85 texts 158 are others,
@@ -58,6 +58,11 @@ class Gaps:
         return self.n > 0 and self.worst <= TOLERANCE
 
     @property
+    def fault(self) -> str:
+        """What is wrong with a text that is not right."""
+        return f"token {self.at} is {self.worst:.2f} below the likeliest (a lost token makes {self.control:.1f})"
+
+    @property
     def is_blind(self) -> bool:
         """Whether the text would look right with a token lost, as one does that repeats itself."""
         return self.control <= TOLERANCE
@@ -86,7 +91,7 @@ def measure(
         "devices": list(devices),
         "texts": [[list(tokens), n] for tokens, n in texts],
     }
-    child = run_child(Path(__file__), job, _TIMEOUT_S)
+    child = run_child("tools.greedy_gaps", job, _TIMEOUT_S)
     if child.end or len(child.told) != len(texts):
         raise RuntimeError(f"the texts could not be held to a fresh context: {child.end or 'it ended early'}")
     return [Gaps(**{name: value for name, value in told.items() if name != "status"}) for told in child.told]
@@ -99,7 +104,7 @@ def tokenize(library: Path, model: Path, texts: Sequence[str]) -> list[list[int]
         RuntimeError: the child did not come to an end.
     """
     job = {"library": str(library), "model": str(model), "devices": ["CPU", "CPU"], "tokenize": list(texts)}
-    child = run_child(Path(__file__), job, _TIMEOUT_S)
+    child = run_child("tools.greedy_gaps", job, _TIMEOUT_S)
     if child.end:
         raise RuntimeError(f"the texts could not be tokenized: {child.end}")
     return [told["tokens"] for told in child.told]
@@ -151,11 +156,9 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     reader = Reader(job)
     for text in job.get("tokenize", ()):
-        print(json.dumps({"status": "tokenized", "tokens": reader.model.tokenize(text)}), flush=True)
+        say(status="tokenized", tokens=reader.model.tokenize(text))
     for tokens, n_prompt in job.get("texts", ()):
-        gaps = reader.judge(tokens, n_prompt)
-        told = {"worst": gaps.worst, "at": gaps.at, "n_other": gaps.n_other, "n": gaps.n, "control": gaps.control}
-        print(json.dumps({"status": "judged", **told}), flush=True)
+        say(status="judged", **asdict(reader.judge(tokens, n_prompt)))
     reader.model.close()
 
 

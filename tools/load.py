@@ -1,12 +1,11 @@
-#!/usr/bin/env python3
 """Ask a server for text from many clients at once, switch under them, and hold every answer to what it must be.
 
-    tools/load.py [--json] [--clients 50] [--seconds 60] [--switches 2] [--slots 8] [--model FILE [--lib PATH]]
+    python -m tools.load [--json] [--clients 50] [--seconds 60] [--switches 2] [--slots 8] [--model FILE [--lib PATH]]
 
 A host is started on a port of this machine, on the tests' stub library unless a model is named. Clients keep their
 connections and ask for one answer after the other, three of four as a stream. Switches, between layer and tensor, are
 asked for over HTTP at even times. With the stub every text must be that which a single client got before; with a model
-the tokens of the answers that lived through a switch are held to a fresh context (greedy_gaps.py), and all are counted.
+the tokens of the answers that lived through a switch are held to a fresh context (greedy_gaps), and all are counted.
 
 requests_per_s, tokens_per_s   over all clients, from the first request to the end of the last answer
 first_token_ms                 from sending a request to its first token, waiting for a sequence included
@@ -23,7 +22,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import os
 import statistics
 import sys
 import time
@@ -33,13 +31,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from llama_native import discover  # noqa: E402
-from tests.ctl.houses import house, stub_arguments  # noqa: E402
-from tests.ctl.web import web  # noqa: E402
-from tools import greedy_gaps  # noqa: E402
+from tests.ctl.houses import house, stub_arguments
+from tests.ctl.web import web
+from tools import greedy_gaps
+from tools.places import usable_library
 
 _N_PROMPTS = 40
 _N_TOKENS = 48
@@ -235,11 +230,7 @@ def gaps_of(
     judged = [one for one in moved if len(one.tokens) > 1][:_MOST_JUDGED]
     texts = [([*prompts[one.prompt], *one.tokens], len(prompts[one.prompt])) for one in judged]
     gaps = greedy_gaps.measure(library, model, texts) if texts else []
-    faults = [
-        f"prompt {one.prompt}: token {gap.at} is {gap.worst:.2f} below the likeliest"
-        for one, gap in zip(judged, gaps, strict=True)
-        if not gap.is_right
-    ]
+    faults = [f"prompt {one.prompt}: {gap.fault}" for one, gap in zip(judged, gaps, strict=True) if not gap.is_right]
     return faults, max((gap.worst for gap in gaps), default=0.0)
 
 
@@ -305,7 +296,7 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
             expected = asyncio.run(_calm(port, texts))
             answers, moves = asyncio.run(load(port, texts, **how))
         return {**how, "slots": asked.slots, **summary(answers, moves, wrong_texts(answers, expected))}
-    library = asked.lib or next(one.path for one in discover.candidates(os.environ) if one.usable)
+    library = usable_library(asked.lib)
     prompts = greedy_gaps.tokenize(library, asked.model, texts)
     with host(asked.model, asked.lib, asked.slots) as port:
         answers, moves = asyncio.run(load(port, prompts, **how))

@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Make small models with random weights of nearly every architecture, from metadata alone, by a real libllama.
 
-    tools/make_dummies.py [--out DIR] [--json] [--all | NAME...]      NAME: see --list
-    tools/make_dummies.py --big 500                                  one llama model of about 500 MB
+    python -m tools.make_dummies [--out DIR] [--json] [--all | NAME...]      NAME: see --list
+    python -m tools.make_dummies --big 500                                  one llama model of about 500 MB
 
 Each model is made once and kept under a name that holds its recipe's hash. Making one may abort inside the library, so
 a child does it; the parent goes on with the rest and says at the end which could not be made and why.
@@ -14,7 +13,6 @@ import argparse
 import hashlib
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import resources
@@ -23,11 +21,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import platformdirs
 
 from llama_native import Library, NativeError
 from llama_native.user_model import MetaKind, MetaValue, TensorSlot, create_tensors
+from tools.children import run_child, say
 from tools.gguf_out import write_gguf
+from tools.places import models_folder
 
 #: Part of every recipe's hash: raise it when the weights are drawn in another way.
 RECIPE_EPOCH = 1
@@ -47,7 +46,7 @@ def recipes() -> dict[str, list[tuple[str, str, object]]]:
 
 def default_folder() -> Path:
     """Tell where models are kept when no folder is named."""
-    return platformdirs.user_cache_path("splitctl") / "models" / "dummies"
+    return models_folder() / "dummies"
 
 
 def model_path(folder: Path, name: str, recipe: Sequence[tuple[str, str, object]]) -> Path:
@@ -206,40 +205,37 @@ def make_many(folder: Path, names: Sequence[str]) -> Iterator[tuple[str, Path | 
     Yields:
         Name, path or None, and the reason when there is no model.
     """
-    book = recipes()
+    known = recipes()
     waiting = []
     for name in names:
-        path = model_path(folder, name, book[name])
+        path = model_path(folder, name, known[name])
         if path.exists():
             yield name, path, ""
         else:
             waiting.append(name)
     while waiting:
-        command = [sys.executable, __file__, "--child", "--out", str(folder), *waiting]
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        out, err = child.communicate()
-        for line in out.splitlines():
-            told = json.loads(line)
+        job = {"folder": str(folder.absolute()), "names": waiting}
+        child = run_child("tools.make_dummies", job, None, words=("--child",))
+        for told in child.told:
             waiting.remove(told["name"])
             yield told["name"], Path(told["path"]) if told["path"] else None, told["reason"]
-        if waiting and child.returncode != 0:
-            died = waiting.pop(0)
-            last = err.strip().splitlines() or ["it said nothing"]
-            said = next((line for line in last if "GGML_ASSERT" in line or "Error" in line), last[-1])
-            yield died, None, f"the library died (exit status {child.returncode}): {said}"
+        if waiting and child.end:
+            yield waiting.pop(0), None, f"the library died: {child.end}"
 
 
-def _child(folder: Path, names: Sequence[str]) -> None:
+def _child(folder: Path, names: Sequence[str]) -> int:
     """Make models here, one JSON line each on stdout."""
     library = Library.open(env=os.environ)
-    book = recipes()
+    known = recipes()
     for name in names:
-        path, reason = model_path(folder, name, book[name]), ""
+        path, reason = model_path(folder, name, known[name]), ""
         try:
-            make(library, path, book[name])
+            make(library, path, known[name])
         except NativeError as error:
             reason = str(error)
-        print(json.dumps({"name": name, "path": "" if reason else str(path), "reason": reason}), flush=True)
+        status = "failed" if reason else "made"
+        say(status=status, name=name, path="" if reason else str(path), reason=reason)
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -258,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the names and stop")
     parser.add_argument("--big", type=int, metavar="MB", help="a llama model of about MB megabytes, in f16")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     folder = options.out or default_folder()
     known = recipes()
@@ -266,8 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(known))
         return 0
     if options.child:
-        _child(folder, options.names)
-        return 0
+        return _child(Path(options.child["folder"]), options.child["names"])
     unknown = [name for name in options.names if name not in known]
     if unknown:
         parser.error(f"no recipe is called {unknown[0]!r}; --list names them all")

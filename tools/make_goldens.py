@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Make the golden states of tests/golden/codec again, with real builds.
 
-    tools/make_goldens.py [--builds DIR] [--out DIR] [NAME...]     NAME: only goldens whose name contains it
+    python -m tools.make_goldens [--builds DIR] [--out DIR] [NAME...]     NAME: only goldens whose name contains it
 
 Each golden is what one build wrote for one model, compressed, with a line in the manifest that names the build, the
 model, the settings and the hash. Builds that are not there are passed over, and their goldens stay as they are. States
@@ -23,23 +22,21 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import platformdirs
-
 from llama_native import Library
 from llama_native.user_model import create_tensors
 from tools import make_dummies
 from tools.gguf_out import write_gguf
+from tools.places import CHECKOUT, builds_folder, small_model
 
 _F32, _F16, _Q8_0 = 0, 1, 8
 _XLLAMACPP_OLD = "xllamacpp/xllamacpp.cpython-311-x86_64-linux-gnu.so"
 _XLLAMACPP = "xllamacpp/xllamacpp.abi3.so"
-_TOOLS = Path(__file__).parent
-_GOLDENS = _TOOLS.parent / "tests" / "golden" / "codec"
+_GOLDENS = CHECKOUT / "tests" / "golden" / "codec"
 
 
 @dataclass(frozen=True, slots=True)
 class BuildInfo:
-    """One build: its folder, the library in it, and its epoch of context parameters (see capture_state.py)."""
+    """One build: its folder, the library in it, and its epoch of context parameters (see capture_state)."""
 
     folder: str
     library: str
@@ -194,9 +191,9 @@ def goldens() -> tuple[Golden, ...]:
 def make_variants(folder: Path) -> None:
     """Make the models that no recipe describes; the library that makes them is the first one found."""
     library = Library.open(env=os.environ)
-    book = make_dummies.recipes()
+    recipes = make_dummies.recipes()
     for name, variant in VARIANTS.items():
-        entries = book[variant.recipe]
+        entries = recipes[variant.recipe]
         arch = next(str(value) for key, _, value in entries if key == "general.architecture")
         changed = {f"{arch}.{key}": value for key, value in variant.changes.items()}
         metadata = make_dummies.to_metadata([(key, kind, changed.get(key, value)) for key, kind, value in entries])
@@ -214,7 +211,7 @@ def find_model(name: str, variants: Path) -> Path:
     if name in VARIANTS:
         return variants / f"{name}.gguf"
     if name == "smollm2":
-        path = platformdirs.user_cache_path("splitctl") / "models" / "smollm2.gguf"
+        path = small_model()
     else:
         path = make_dummies.model_path(make_dummies.default_folder(), name, make_dummies.recipes()[name])
     if not path.exists():
@@ -243,7 +240,8 @@ def capture(build: BuildInfo, builds: Path, model: Path, wanted: Sequence[Golden
             "jobs": jobs,
         }
         child = subprocess.run(
-            [sys.executable, str(_TOOLS / "capture_state.py")],
+            [sys.executable, "-m", "tools.capture_state"],
+            cwd=CHECKOUT,
             input=json.dumps(request),
             capture_output=True,
             text=True,
@@ -265,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--builds", type=Path, default=platformdirs.user_cache_path("splitctl") / "builds")
+    parser.add_argument("--builds", type=Path, default=builds_folder())
     parser.add_argument("--out", type=Path, default=_GOLDENS)
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)

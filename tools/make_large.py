@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Make llama models of real sizes with random weights, as fast as the disk takes them.
 
-    tools/make_large.py [--out DIR] [--json] [NAME...]      NAME: 27b, 8b, 3b-f16, tiny; without any: 8b
+    python -m tools.make_large [--out DIR] [--json] [NAME...]      NAME: 27b, 8b, 3b-f16, tiny; without any: 8b
 
 Blocks are drawn once and laid side by side, each tensor beginning at another one: nothing is zero, and no two layers
 are alike. The vocabulary is made up: bytes, and words that only a tokenizer would meet.

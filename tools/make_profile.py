@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 r"""Make the layout profile of a new llama.cpp release from its header, and from a real build where one can be opened.
 
-    tools/make_profile.py --header llama.h --library libllama.so \
+    python -m tools.make_profile --header llama.h --library libllama.so \
         --name 2026_11 --build 11800 --seen-in "xllamacpp 2026.11.11800"
 
 The header is a llama.h or the C declarations inside a llama-cpp-py-sync wheel (``_cffi_bindings.py``). Printed are each
@@ -29,12 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
-from llama_native import abi, declarations, layouts  # noqa: E402 - the repository comes first on the path
-from llama_native.declarations import Field, StructLayout  # noqa: E402 - as above
+from llama_native import abi, declarations, layouts
+from llama_native.declarations import Field, StructLayout
+from tools.places import CHECKOUT
 
 STRUCTS = {"model": "llama_model_params", "context": "llama_context_params", "batch": "llama_batch"}
 ASKED = {
@@ -106,8 +102,9 @@ def observe(library: Path) -> abi.Observed:
         ProfileError: the child could not open the library, or died in it.
     """
     child = subprocess.run(
-        [sys.executable, __file__, "--observe-child", str(library)], capture_output=True, text=True, check=False
-    )
+        [sys.executable, "-m", "tools.make_profile", "--observe-child", str(library.absolute())],
+        cwd=CHECKOUT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     if child.returncode != 0:
         last = child.stderr.strip().splitlines()[-1:] or [f"exit status {child.returncode}"]
         raise ProfileError(f"{library} cannot be observed: {last[0]}")
@@ -329,8 +326,8 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         "--export", action="append", default=[], help="a symbol that tells this profile from a like one"
     )
     parser.add_argument("--default", action="append", default=[], type=_parse_default, metavar="FIELD=VALUE")
-    parser.add_argument("--data", type=Path, default=ROOT / "llama_native" / "data" / "layouts.json")
-    parser.add_argument("--cdefs", type=Path, default=ROOT / "llama_native" / "cdefs")
+    parser.add_argument("--data", type=Path, default=CHECKOUT / "llama_native" / "data" / "layouts.json")
+    parser.add_argument("--cdefs", type=Path, default=CHECKOUT / "llama_native" / "cdefs")
     parser.add_argument("--write", action="store_true", help="change the fragments and the table")
     options = parser.parse_args(argv)
     if not options.observe_child and not (options.header and options.name and options.seen_in):

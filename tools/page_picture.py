@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Take the picture of the server's page that docs/page.png is: a real model, some answers, some switches.
 
-    tools/page_picture.py MODEL [-o docs/page.png] [--width 900]
+    python -m tools.page_picture MODEL [-o docs/page.png] [--width 900]
 
 Needs Chromium with its driver (Debian: apt-get install chromium chromium-driver).
 """
@@ -13,12 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tests.ctl.browser import browser  # noqa: E402
-from tests.ctl.houses import house  # noqa: E402
-from tests.ctl.web import web  # noqa: E402
+from tests.ctl.browser import browser
+from tests.ctl.houses import house
+from tests.ctl.web import web
 
 _QUESTIONS = (
     "Name three colours.",
@@ -61,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("-o", "--output", type=Path, default=ROOT / "docs" / "page.png")
+    parser.add_argument("-o", "--output", type=Path, default=Path("docs/page.png"))
     parser.add_argument("--width", type=int, default=900)
     asked = parser.parse_args(arguments)
     raw = picture(asked.model, asked.width)

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Serve devices of a libllama over RPC, as llama.cpp's rpc-server does: a second device for trying a switch.
 
-    tools/rpc_server.py [--lib PATH] [--host 127.0.0.1] [--port N] [--device CPU] [--threads N]
+    python -m tools.rpc_server [--lib PATH] [--host 127.0.0.1] [--port N] [--device CPU] [--threads N]
 
 Prints "listening on HOST:PORT" when it does; port 0, the default, takes a free one. It ends when its stdin ends, so it
 does not outlive the program that started it. What the library itself prints goes to stderr. Anyone who reaches the port
@@ -14,21 +13,48 @@ import argparse
 import ctypes
 import os
 import socket
+import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from llama_native import Library, NativeError, RpcServerUnusable, greet_rpc_server  # noqa: E402
+from llama_native import Library, NativeError, RpcServerUnusable, greet_rpc_server
+from tools.places import CHECKOUT
 
 _STEP_S = 0.02
 _M_MMAP_THRESHOLD = -3
 """Source: malloc.h of glibc."""
 _LARGE_BYTES = 64 * 1024
 _FAILED = 1
+_END_S = 30
+
+
+@contextmanager
+def served(library: Path) -> Iterator[tuple[str, int]]:
+    """Serve a processor of a library from a child of this process.
+
+    Yields:
+        HOST:PORT, and the child's process id.
+
+    Raises:
+        RuntimeError: the child does not begin to serve, or does not end well.
+    """
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    command = [sys.executable, "-m", "tools.rpc_server", "--lib", str(library)]
+    with subprocess.Popen(command, cwd=CHECKOUT, text=True, **pipes) as process:
+        try:
+            said = process.stdout.readline() if process.stdout else ""
+            if not said.startswith("listening on "):
+                raise RuntimeError(f"the RPC server said {said!r}")
+            yield said.split()[-1], process.pid
+        finally:
+            if process.stdin:
+                process.stdin.close()
+        if status := process.wait(_END_S):
+            raise RuntimeError(f"the RPC server ended with {status}")
 
 
 def free_port(host: str) -> int:

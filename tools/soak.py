@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Switch a hosted session back and forth under streams that never end, and look for anything that grows or goes wrong.
 
-    tools/soak.py [--json] [--switches 200] [--streams 4] [--tokens N] [--lib PATH] [--model FILE]
+    python -m tools.soak [--json] [--switches 200] [--streams 4] [--tokens N] [--lib PATH] [--model FILE]
 
 One session, two virtual devices, several greedy streams; as soon as one ends its client begins the next. Every switch
 must come to `switched`, and be confirmed by its trial. Samples are taken between two switches, after the first fifth of
@@ -13,7 +12,7 @@ rss                         of the worker (its arenas, which are shared memory, 
 pause_ms                    how long a stream that generates gets no token at a switch: median and worst
 texts, wrong                answers, and those with a token that is not the likeliest one
 worst_gap                   how far a token is from the likeliest of a fresh context that reads the same history,
-                            logits: float order makes less than a half (tools/greedy_gaps.py)
+                            logits: float order makes less than a half (greedy_gaps)
 control_gap, blind          the same of texts with one token left out: the median, and how many texts would not show it
 
 Exit code 0: no switch failed, nothing grew, all texts are right.
@@ -36,20 +35,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+import psutil
 
-import platformdirs  # noqa: E402
-import psutil  # noqa: E402
-
-from llama_native import discover  # noqa: E402
-from splitctl.carry.sequence import SamplerSpec  # noqa: E402
-from splitctl.control.requests import GenerateRequest  # noqa: E402
-from splitctl.host.config import HostConfig  # noqa: E402
-from splitctl.host.streams import Begun, Delta, Done, Why  # noqa: E402
-from splitctl.host.supervisor import Supervisor  # noqa: E402
-from splitctl.placement import FlashAttn, Placement, SplitMode  # noqa: E402
-from tools import greedy_gaps  # noqa: E402
+from splitctl.carry.sequence import SamplerSpec
+from splitctl.control.requests import GenerateRequest
+from splitctl.host.config import HostConfig
+from splitctl.host.streams import Begun, Delta, Done, Why
+from splitctl.host.supervisor import Supervisor
+from splitctl.placement import FlashAttn, Placement, SplitMode
+from tools import greedy_gaps
+from tools.places import small_model, usable_library
 
 #: Switches before the first sample, and their share of all: pools, arenas and heaps reach their size. Measured: the
 #: worker's resident memory grows by 6 % in the first 40 switches, and by 0.2 % in the next 80.
@@ -221,7 +216,7 @@ async def soak_session(
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_")}
     soak = Soak()
-    supervisor = Supervisor(config, env=env | {"GGML_NO_BACKTRACE": "1"}, tell=lambda _: None)
+    supervisor = Supervisor(config, env=env | {"GGML_NO_BACKTRACE": "1"}, log=lambda _: None)
     await supervisor.start()
     try:
         clients = [
@@ -302,9 +297,7 @@ def summary(soak: Soak, gaps: Sequence[greedy_gaps.Gaps]) -> dict[str, Any]:
     if 5 * blind > len(gaps):
         faults.append(f"{blind} of {len(gaps)} texts would not show a lost token")
     wrong = [index for index, gap in enumerate(gaps) if not gap.is_right]
-    faults += [
-        f"answer {index}: token {gaps[index].at} is {gaps[index].worst:.2f} below the likeliest" for index in wrong
-    ]
+    faults += [f"answer {index}: {gaps[index].fault}" for index in wrong]
     first_sample = soak.samples[0]
     return {
         "switches": len(soak.switch_ms),
@@ -351,8 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(
             f"--switches is {options.switches}; more than {WARM_UP + 5} are needed, the first {WARM_UP} warm up"
         )
-    library = options.lib or next(one.path for one in discover.candidates(os.environ) if one.usable)
-    model = options.model or platformdirs.user_cache_path("splitctl") / "models" / "smollm2.gguf"
+    library, model = usable_library(options.lib), options.model or small_model()
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         soak = asyncio.run(

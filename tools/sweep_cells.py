@@ -1,6 +1,6 @@
 """One model's part of the sweep: opens sessions, switches them, and holds every cell to a context that never switched.
 
-Runs in a child of `sweep_switch.py`, which survives its death. Says on stdout, one JSON object a line, which cell it
+Runs in a child of `sweep_switch`, which survives its death. Says on stdout, one JSON object a line, which cell it
 is in and where, and what came of it.
 """
 
@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from splitctl.outcome import SwitchOutcome, SwitchStatus
 from splitctl.placement import Placement, SplitMode
 from splitctl.probing import VerdictCache
 from splitctl.session import Session
+from tools.children import say
 
 Row = npt.NDArray[np.float32]
 
@@ -83,11 +84,6 @@ def prompt(seq_id: int, n_vocab: int) -> list[int]:
     """Give a sequence its own prompt: the first longer than any window, the others shorter and all different."""
     n = N_LONG if seq_id == 0 else N_SHORT + 3 * seq_id
     return [(7919 * (index + 1) + 31 * seq_id + 13) % n_vocab for index in range(n)]
-
-
-def say(**words: object) -> None:
-    """Tell the parent."""
-    print(json.dumps(words), flush=True)
 
 
 def need(holds: bool, what: str) -> None:  # noqa: FBT001 - reads as a sentence
@@ -337,6 +333,28 @@ def distance(mine: Row, other: Row) -> str:
     return f"NMSE {float(np.mean(np.square(mine.astype(np.float64) - other))) / power:.2g}"
 
 
+def fill(model: Model, context: Context, *, with_rounds: bool = True) -> dict[int, int]:
+    """Read a prompt into every sequence of a context and a few tokens in turns, by the library alone.
+
+    Returns:
+        Sequence id -> tokens that it holds.
+    """
+    reads_first = model.has_encoder and model.has_decoder
+    if reads_first:
+        tokens = prompt(0, model.n_vocab)
+        context.encode(tokens, range(len(tokens)), [0] * len(tokens), [True] * len(tokens))
+    held = {}
+    for seq_id in range(context.n_seq_max):
+        tokens = [max(model.decoder_start_token, 0)] if reads_first else prompt(seq_id, model.n_vocab)
+        context.decode(tokens, range(len(tokens)), [seq_id] * len(tokens), [True] * len(tokens))
+        held[seq_id] = len(tokens)
+    for _ in range(_N_ROUNDS if with_rounds else 0):
+        ids = list(held)
+        context.decode([1] * len(ids), [held[one] for one in ids], ids, [True] * len(ids))
+        held = {one: n + 1 for one, n in held.items()}
+    return held
+
+
 def control(library: Library, path: Path, place: str, layout: str) -> None:
     """Run a model in one mode without any of our session code: what the library alone does with it."""
     facts = read_facts(path)
@@ -345,26 +363,13 @@ def control(library: Library, path: Path, place: str, layout: str) -> None:
         Model.load(library, os.fspath(path), model_params(placement)) as model,
         Context(model, context_params(placement, embeddings=facts.gives_embeddings)) as context,
     ):
-        held = {}
-        if model.has_encoder and model.has_decoder:
-            tokens = prompt(0, model.n_vocab)
-            context.encode(tokens, range(len(tokens)), [0] * len(tokens), [True] * len(tokens))
-        for seq_id in range(placement.n_seq_max):
-            tokens = prompt(seq_id, model.n_vocab)
-            if model.has_encoder and model.has_decoder:
-                tokens = [max(model.decoder_start_token, 0)]
-            context.decode(tokens, range(len(tokens)), [seq_id] * len(tokens), [True] * len(tokens))
-            held[seq_id] = len(tokens)
-        for _ in range(_N_ROUNDS):
-            ids = list(held)
-            context.decode([1] * len(ids), [held[one] for one in ids], ids, [True] * len(ids))
-            held = {one: n + 1 for one, n in held.items()}
+        fill(model, context)
 
 
-def _guarded(sweep: Sweep, cell: str) -> None:
+def guarded(run: Callable[[str], None], cell: str) -> None:
     """Try a cell; whatever goes wrong in it is its failure."""
     try:
-        sweep.run(cell)
+        run(cell)
     except Mismatch as mismatch:
         say(cell=cell, status="failed", why=str(mismatch))
     except Exception as error:  # noqa: BLE001 - a cell's failure is a result
@@ -393,7 +398,7 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(dir=shared if Path(shared).is_dir() else None) as folder:
         sweep = Sweep(library, path, prober, Path(folder))
         for cell in job["cells"]:
-            _guarded(sweep, cell)
+            guarded(sweep.run, cell)
     return 0
 
 

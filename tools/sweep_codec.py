@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Take states of many architectures out of the real library; read them, write them again and give them back.
 
-    tools/sweep_codec.py [--json] [--all | -k NAME ...] [--jobs N] [--lib PATH]
+    python -m tools.sweep_codec [--json] [--all | -k NAME ...] [--jobs N] [--lib PATH]
 
 A cell is one model, one layout of sequences (one; four in one buffer; four with a stream each), one pair of cache
 types, flash attention on or off, and one form: the state of all sequences, or the states of each. It checks: the bytes
@@ -19,25 +18,18 @@ Exit code 0: nothing failed and something passed.
 
 from __future__ import annotations
 
-import argparse
-import collections
-import json
 import re
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llama_native import NativeError
-from tools import make_dummies
-from tools.sweep_children import run_child
+from tools import sweeping
+from tools.children import run_child
 from tools.sweep_codec_cells import all_cells
-from tools.sweep_switch import DEFAULT, chosen_library
 
-CELLS = Path(__file__).with_name("sweep_codec_cells.py")
+CELLS = "tools.sweep_codec_cells"
 #: Longest time that one model's cells may take [seconds]; a hang is a failure too.
 MODEL_TIMEOUT_S = 600.0
 _N_FAILURES_SHOWN = 20
@@ -51,40 +43,38 @@ REASONS: tuple[tuple[str, str], ...] = (
 
 
 @dataclass(slots=True)
-class Tally:
-    """What the cells of all models came to."""
+class Tally(sweeping.Tally):
+    """What the cells of all models came to.
 
-    models: set[str] = field(default_factory=set)
-    passed: int = 0
+    Args:
+        states: that were read, written and taken, in all cells that passed.
+        ambiguous: by what was known: cells whose state read in several ways then.
+        memories: by the sections of their states: models.
+    """
+
     states: int = 0
-    refused: dict[str, dict[str, Any]] = field(default_factory=dict)
-    n_refused: int = 0
     ambiguous: dict[str, int] = field(default_factory=dict)
     memories: dict[str, set[str]] = field(default_factory=dict)
-    failed: list[dict[str, Any]] = field(default_factory=list)
 
-    @property
-    def n_cells(self) -> int:
-        """Cells that came to something."""
-        return self.passed + self.n_refused + len(self.failed)
-
-    def add(self, model: str, told: dict[str, Any]) -> None:
+    def add(self, model: str, told: Mapping[str, Any]) -> None:
         """Count one cell."""
-        self.models.add(model)
+        if told["status"] == "refused":
+            told = {**told, "reasons": [(told["code"], told["text"])]}
+        sweeping.Tally.add(self, model, told)
         if told["status"] == "passed":
-            self.passed += 1
             self.states += told["n_states"]
             for known in told["ambiguous"]:
                 self.ambiguous[known] = self.ambiguous.get(known, 0) + 1
             self.memories.setdefault(memory_of(told["reading"]), set()).add(model)
-        elif told["status"] == "refused":
-            self.n_refused += 1
-            entry = self.refused.setdefault(told["code"], {"cells": 0, "models": [], "example": told["text"]})
-            entry["cells"] += 1
-            if model not in entry["models"]:
-                entry["models"].append(model)
-        else:
-            self.failed.append({"model": model, "cell": told["cell"], "why": told["why"]})
+
+    def result(self) -> dict[str, Any]:
+        """Give the counts for the program's JSON object."""
+        return sweeping.Tally.result(self) | {
+            "states": self.states,
+            "ambiguous": dict(sorted(self.ambiguous.items())),
+            "memories": {memory: sorted(models) for memory, models in sorted(self.memories.items())},
+            "failures": self.failed[:_N_FAILURES_SHOWN],
+        }
 
 
 def memory_of(reading: Sequence[Sequence[Any]]) -> str:
@@ -166,113 +156,14 @@ def lost(waiting: list[str], at: dict[str, Any], end: str) -> Iterator[dict[str,
             yield {"cell": cell, "status": "failed", "why": f"{end} while {stage}"}
 
 
-def sweep(library: Path, paths: dict[str, Path], *, jobs: int, quiet: bool) -> Tally:
-    """Try all cells of all models.
-
-    Args:
-        library: the libllama.
-        paths: model name -> its file.
-        jobs: models tried at the same time.
-        quiet: say nothing but failures.
-
-    Returns:
-        The tally.
-    """
-    tally = Tally()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; see `sweeping.run`."""
     cells = all_cells()
 
-    def one(item: tuple[str, Path]) -> tuple[str, list[dict[str, Any]]]:
-        name, path = item
-        return name, list(cells_of(path, library, cells))
+    def cells_of_model(_name: str, path: Path, library: Path, _folder: Path) -> Iterator[dict[str, Any]]:
+        return cells_of(path, library, cells)
 
-    with ThreadPoolExecutor(jobs) as pool:
-        for index, (name, told) in enumerate(pool.map(one, paths.items()), 1):
-            for words in told:
-                tally.add(name, words)
-                if words["status"] == "failed":
-                    print(f"FAILED {name} {words['cell']}: {words['why']}", file=sys.stderr)
-            if not quiet:
-                counts = collections.Counter(words["status"] for words in told)
-                found = " ".join(f"{counts[status]} {status}" for status in ("passed", "refused", "failed"))
-                print(f"[{index}/{len(paths)}] {name}: {found}", file=sys.stderr)
-    return tally
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program.
-
-    Args:
-        arguments: words of the command line; None: the process's own.
-
-    Returns:
-        Exit code: 0 when nothing failed and something passed, 1 otherwise, 2 for usage.
-    """
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--all", action="store_true", help="every recipe; a few minutes")
-    parser.add_argument("-k", "--only", action="append", metavar="NAME", help="this model; may be given again")
-    parser.add_argument("--jobs", type=int, default=2, help="models at the same time (default: 2)")
-    parser.add_argument("--lib", type=Path, help="the libllama (default: the first usable one)")
-    parser.add_argument("--models", type=Path, help="folder of the dummy models (default: the user's cache)")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
-    options = parser.parse_args(arguments)
-    known = make_dummies.recipes()
-    names = options.only or (list(known) if options.all else list(DEFAULT))
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        parser.error(f"no recipe is called {unknown[0]!r}; tools/make_dummies.py --list names them all")
-    try:
-        library = chosen_library(options.lib)
-    except NativeError as error:
-        print(error, file=sys.stderr)
-        return 1
-    started = time.monotonic()
-    made, unmade = {}, {}
-    for name, path, reason in make_dummies.make_many(options.models or make_dummies.default_folder(), names):
-        if path is None:
-            unmade[name] = reason
-        else:
-            made[name] = path
-    paths = {name: made[name] for name in names if name in made}
-    tally = sweep(library.path, paths, jobs=options.jobs, quiet=options.quiet)
-    result = {
-        "library": library.version or library.build,
-        "models": len(tally.models),
-        "cells": tally.n_cells,
-        "passed": tally.passed,
-        "states": tally.states,
-        "refused": tally.n_refused,
-        "refused_by": dict(sorted(tally.refused.items())),
-        "ambiguous": dict(sorted(tally.ambiguous.items())),
-        "memories": {memory: sorted(models) for memory, models in sorted(tally.memories.items())},
-        "failed": len(tally.failed) + len(unmade),
-        "failures": tally.failed[:_N_FAILURES_SHOWN],
-        "not_made": unmade,
-        "seconds": round(time.monotonic() - started, 1),
-    }
-    if options.json:
-        print(json.dumps(result))
-    else:
-        print_table(result)
-    sound = tally.passed > 0 and tally.n_cells == len(made) * len(all_cells())
-    return 0 if sound and not result["failed"] else 1
-
-
-def print_table(result: dict[str, Any]) -> None:
-    """Print the result for people."""
-    print(f"{result['library']}: {result['models']} models, {result['cells']} cells in {result['seconds']} s")
-    counts = f"passed {result['passed']} ({result['states']} states), refused {result['refused']}"
-    print(f"{counts}, failed {result['failed']}")
-    for code, entry in result["refused_by"].items():
-        print(f"  {code}: {entry['cells']} cells of {len(entry['models'])} models, as: {entry['example']}")
-    for known, n_cells in result["ambiguous"].items():
-        print(f"  read in several ways where {known} is known: {n_cells} cells")
-    for memory, models in result["memories"].items():
-        print(f"  {memory}: {len(models)} models, as {models[0]}")
-    for one in result["failures"]:
-        print(f"  FAILED {one['model']} {one['cell']}: {one['why']}")
-    for name, why in result["not_made"].items():
-        print(f"  NOT MADE {name}: {why}")
+    return sweeping.run(arguments, (__doc__ or "").partition("\n")[0], Tally(), cells_of_model, len(cells))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One model's part of the codec's sweep: states out of the real library, read, written again and given back.
 
-Runs in a child of `sweep_codec.py`, which survives its death. Says on stdout, one JSON object a line, which cell it is
+Runs in a child of `sweep_codec`, which survives its death. Says on stdout, one JSON object a line, which cell it is
 in and where, and what came of it.
 """
 
@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,14 +34,13 @@ from splitctl.model.facts import ModelFacts, read_facts
 from splitctl.placement import FlashAttn, Placement
 from splitctl.switching import tables
 from statecodec import AttentionSection, RecurrentSection, StateImage, TensorType
-from tools.sweep_cells import LAYOUTS, Mismatch, need, placement_of, prompt, say
+from tools.children import say
+from tools.sweep_cells import LAYOUTS, Mismatch, fill, guarded, need, placement_of
 
 #: Types of K and V. Without flash attention a quantized K needs a plain V.
 CACHES = {"f16": ("f16", "f16"), "q8_0": ("q8_0", "q8_0"), "q8_0+f16": ("q8_0", "f16")}
 FLASH = ("on", "off")
 FORMS = ("context", "sequence")
-#: Single-token batches read behind the prompts, so that sequences have grown in turns.
-_N_ROUNDS = 2
 
 #: A context's setting: layout, cache type, flash attention.
 Setting = tuple[str, str, str]
@@ -109,6 +107,13 @@ class CodecSweep:
         self._taken: Taken | None = None
         self._whole: Judged | None = None
 
+    def try_cell(self, cell: str) -> None:
+        """Try one cell; what the library alone cannot do is a refusal."""
+        try:
+            self.run(cell)
+        except CannotDo as cannot:
+            say(cell=cell, status="refused", code=cannot.code, text=cannot.text)
+
     def run(self, cell: str) -> None:
         """Try one cell and say what came of it.
 
@@ -147,40 +152,21 @@ class CodecSweep:
 
     def _take(self, setting: Setting) -> Taken:
         """Fill a context and take its state and that of every sequence."""
-        n_seq_max = codec_placement(setting).n_seq_max
         try:
             context = self._context(setting)
         except NativeError as error:
             raise CannotDo("no-context", str(error)) from error
         with context:
             try:
-                lengths = self._fill(context, n_seq_max)
+                lengths = fill(self.model, context, with_rounds=context.has_memory)
             except NativeError as error:
                 raise CannotDo("no-decode", str(error)) from error
             whole = written(state_size(context), lambda buffer: state_get(context, buffer))
-            parts = {seq_id: sequence_written(context, seq_id) for seq_id in range(n_seq_max)}
+            parts = {seq_id: sequence_written(context, seq_id) for seq_id in lengths}
             if context.has_memory:
-                held = {seq_id: context.pos_max(seq_id) + 1 for seq_id in range(n_seq_max)}
+                held = {seq_id: context.pos_max(seq_id) + 1 for seq_id in lengths}
                 need(held == lengths, f"the library holds {held} tokens and was given {lengths}")
             return Taken(setting, context.n_ctx, whole, parts, lengths, context.has_memory)
-
-    def _fill(self, context: Context, n_seq_max: int) -> dict[int, int]:
-        """Read a prompt into every sequence and a few tokens in turns; returns how many tokens each holds."""
-        model, n_vocab = self.model, self.model.n_vocab
-        reads_first = model.has_encoder and model.has_decoder
-        if reads_first:
-            tokens = prompt(0, n_vocab)
-            context.encode(tokens, range(len(tokens)), [0] * len(tokens), [True] * len(tokens))
-        lengths = {}
-        for seq_id in range(n_seq_max):
-            tokens = [max(model.decoder_start_token, 0)] if reads_first else prompt(seq_id, n_vocab)
-            context.decode(tokens, range(len(tokens)), [seq_id] * len(tokens), [True] * len(tokens))
-            lengths[seq_id] = len(tokens)
-        for _ in range(_N_ROUNDS if context.has_memory else 0):
-            ids = list(lengths)
-            context.decode([1] * len(ids), [lengths[one] for one in ids], ids, [True] * len(ids))
-            lengths = {one: n + 1 for one, n in lengths.items()}
-        return lengths
 
     def _read_parts(self, taken: Taken, whole: StateImage) -> list[Judged]:
         """Read every sequence's state."""
@@ -368,20 +354,6 @@ def need_types(section: AttentionSection, cache: str) -> None:
         need(kinds <= {TensorType[wanted.upper()]}, f"asked for {which} of {wanted}, found {found}")
 
 
-def _guarded(sweep: CodecSweep, cell: str) -> None:
-    """Try a cell; whatever goes wrong in it is its failure, unless the library alone cannot do it."""
-    try:
-        sweep.run(cell)
-    except CannotDo as cannot:
-        say(cell=cell, status="refused", code=cannot.code, text=cannot.text)
-    except Mismatch as mismatch:
-        say(cell=cell, status="failed", why=str(mismatch))
-    except Exception as error:  # noqa: BLE001 - a cell's failure is a result
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        why = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
-        say(cell=cell, status="failed", why=why)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run cells.
 
@@ -402,7 +374,7 @@ def main(arguments: Sequence[str]) -> int:
     with model:
         sweep = CodecSweep(model, Path(job["path"]))
         for cell in job["cells"]:
-            _guarded(sweep, cell)
+            guarded(sweep.try_cell, cell)
     return 0
 
 

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Time the rules on a model of any size: only its headers are read, so the size costs nothing.
 
-    tools/time_rules.py [--json] [--gb N] [--parts N] [--keep FOLDER]
+    python -m tools.time_rules [--json] [--gb N] [--parts N] [--keep FOLDER]
 
 Makes a split model whose tensors are holes in sparse files (no disk is used for them), reads its facts, asks the rules
 for every mode, and says how long that took, how many bytes were read, and how many of them lie behind a header: none.
@@ -18,16 +17,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from llama_native.user_model import MetaKind, MetaValue, TensorSlot  # noqa: E402
-from splitctl.model.facts import read_facts  # noqa: E402
-from splitctl.model.header import read_header  # noqa: E402
-from splitctl.placement import FlashAttn, Placement, SplitMode  # noqa: E402
-from splitctl.switching.rule_inputs import BuildFacts, HostFacts, SessionFacts  # noqa: E402
-from splitctl.switching.rules import check, refused  # noqa: E402
-from tools.gguf_out import header_bytes, padded  # noqa: E402
+from llama_native.user_model import MetaKind, MetaValue, TensorSlot
+from splitctl.model.facts import read_facts
+from splitctl.model.header import read_header
+from splitctl.placement import FlashAttn, Placement, SplitMode
+from splitctl.switching.rule_inputs import BuildFacts, HostFacts, SessionFacts
+from splitctl.switching.rules import check, refused
+from tools.gguf_out import header_bytes, padded
 
 _N_LAYERS, _WIDTH, _VOCABULARY, _N_EXPERTS = 64, 8192, 131_072, 32
 _F16, _F16_BYTES = 1, 2

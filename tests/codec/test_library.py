@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +13,9 @@ import numpy as np
 import pytest
 
 from statecodec import ModelFacts, Rotation, StateImage, TensorType, emit, parse, salvage, transcode
+from tests.tool import run_tool
 from tools.make_goldens import BUILDS
 
-_CAPTURE = Path(__file__).parents[2] / "tools" / "capture_state.py"
 _NEWEST, _BEFORE, _NINE = "xllamacpp-2026.10.11549", "llama-cpp-python-0.3.36", "xllamacpp-2026.8.10566"
 _NEXT = 4242
 _64 = Rotation(64, 64)
@@ -88,14 +86,8 @@ class Lab:
             "folder": str(self.folder),
             "jobs": [job],
         }
-        child = subprocess.run(
-            [sys.executable, str(_CAPTURE)],
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, "GGML_NO_BACKTRACE": "1"},
-        )
+        env = {**os.environ, "GGML_NO_BACKTRACE": "1"}
+        child = run_tool("capture_state", env=env, stdin=json.dumps(request))
         assert child.returncode == 0, child.stderr[-2000:]
         logits = np.frombuffer((self.folder / "state.logits").read_bytes(), dtype="<f4")
         return (self.folder / "state").read_bytes(), logits

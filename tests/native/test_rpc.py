@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from llama_native.rpc import check_endpoint, greet
 from tests.native.real import WITH_RPC, library_of
 from tests.stublib import run_child
 from tests.tool import CHECKOUT, tool_command
+from tools.rpc_server import served
 
 
 @contextmanager
@@ -131,17 +131,9 @@ def child_two_servers(path: str, model_path: str, endpoints: list[str]) -> dict[
 def test_two_servers_give_two_devices(smollm2: Path) -> None:
     """Each is a device, once, and a model runs on both; while it lies there the server is busy, and afterwards free."""
     path = library_of(WITH_RPC)
-    command = tool_command("rpc_server", "--lib", path)
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "cwd": CHECKOUT}
-    with subprocess.Popen(command, text=True, **pipes) as one, subprocess.Popen(command, text=True, **pipes) as two:
-        assert one.stdout is not None
-        assert two.stdout is not None
-        endpoints = [server.stdout.readline().split()[-1] for server in (one, two) if server.stdout is not None]
+    with served(path) as (one, _), served(path) as (two, _):
+        endpoints = [one, two]
         found = run_child(child_two_servers, path, smollm2, endpoints).value()
-        for server in (one, two):
-            assert server.stdin is not None
-            server.stdin.close()
-            assert server.wait(30) == 0
     assert found["added"] == ["RPC0", "RPC1"]
     assert found["again"] == []
     assert found["devices"][1:] == [["RPC0", endpoints[0]], ["RPC1", endpoints[1]]]
@@ -158,9 +150,9 @@ def test_a_port_that_is_taken_is_a_clear_end() -> None:
     """The tool says which endpoint is not to be had, and ends."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        command = [sys.executable, str(_TOOL), "--lib", str(library_of(WITH_RPC)), "--port", port]
+        command = tool_command("rpc_server", "--lib", library_of(WITH_RPC), "--port", port)
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with subprocess.Popen(command, text=True, **pipes) as tool:
+        with subprocess.Popen(command, cwd=CHECKOUT, text=True, **pipes) as tool:
             assert tool.stderr is not None
             said = tool.stderr.read()
             assert tool.wait(30) == 1

@@ -1,7 +1,7 @@
 """Tests on one real build, run by tests/ctl/real_library/test_real_builds.py in a child for each build.
 
 By hand: SPLITCTL_TEST_LIBRARY=/path/to/libllama.so python -m pytest tests/real
-With SPLITCTL_TEST_RPC=HOST:PORT,HOST:PORT (tools/rpc_server.py) the devices are those of the servers; else one
+With SPLITCTL_TEST_RPC=HOST:PORT,HOST:PORT (tools.rpc_server) the devices are those of the servers; else one
 processor, named twice.
 """
 

@@ -15,23 +15,14 @@ import pytest
 
 from splitctl.ipc import jobs, orders
 from splitctl.ipc.wire import to_object
+from tests.native.real import NEWEST, library_of
 from tests.stublib import FaultFile, needs_compiler
+from tests.tool import run_tool
 from tools.fault_cells import FOR_EVER, ONCE, STAGES, WAYS, Kind, cells, few_cells, few_real_cells, real_cells
-
-_TOOL = Path(__file__).parents[3] / "tools" / "faults.py"
-_GUARD_S = 900.0
-"""How long the program may take before a test fails; no test measures it."""
 
 
 def _faults(*arguments: str | Path) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, str(_TOOL), "--json", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=_GUARD_S,
-        check=False,
-    )
+    done = run_tool("faults", "--json", *arguments)
     print(done.stderr)
     assert done.stdout, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
@@ -73,7 +64,7 @@ def test_the_short_tables_miss_nothing() -> None:
         assert {cell.n_streams for cell in table} == {1, 4}
 
 
-def _tell(report: orders.Report, env: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
+def _say(report: orders.Report, env: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
     line = jobs.encode_event(jobs.SessionReport(to_object(report, orders.REPORTS)))
     program = f"import os; os.write(1, {line!r}); os.write(1, b'and goes on')"
     done = subprocess.run([sys.executable, "-P", "-c", program], env=os.environ | env, capture_output=True, check=False)
@@ -87,13 +78,13 @@ def test_a_worker_dies_at_the_stage_that_it_tells(tmp_path: Path) -> None:
     armed.arm("at-sealing:kill@1 at-trial:abort")
     outcome = {"status": "switched", "confirmed": False}
     ends = [
-        _tell(orders.StageReached(1, "saving"), armed.env),
-        _tell(orders.StageReached(1, "sealing", 0.5), armed.env),
-        _tell(orders.StageReached(1, "sealing"), armed.env),
-        _tell(orders.StageReached(1, "sealing"), armed.env),
-        _tell(orders.Switched(1, {**outcome, "status": "fell_back"}), armed.env),
-        _tell(orders.Switched(1, outcome), armed.env),
-        _tell(orders.Switched(1, outcome), armed.env),
+        _say(orders.StageReached(1, "saving"), armed.env),
+        _say(orders.StageReached(1, "sealing", 0.5), armed.env),
+        _say(orders.StageReached(1, "sealing"), armed.env),
+        _say(orders.StageReached(1, "sealing"), armed.env),
+        _say(orders.Switched(1, {**outcome, "status": "fell_back"}), armed.env),
+        _say(orders.Switched(1, outcome), armed.env),
+        _say(orders.Switched(1, outcome), armed.env),
     ]
     assert [done.returncode for done in ends] == [0, 0, -signal.SIGKILL, 0, 0, -signal.SIGABRT, -signal.SIGABRT]
     assert [done.stdout.endswith(b"and goes on") for done in ends] == [not done.returncode for done in ends]
@@ -115,12 +106,9 @@ def test_a_session_survives_the_short_table() -> None:
 @pytest.mark.build
 @pytest.mark.model
 @pytest.mark.slow
-def test_a_session_on_a_real_library_survives_signals(cache_dir: Path, smollm2: Path) -> None:
+def test_a_session_on_a_real_library_survives_signals(smollm2: Path) -> None:
     """Workers of a real build are killed and stopped at every stage; the texts are those of a fresh context."""
-    library = cache_dir / "builds" / "xllamacpp-2026.10.11549" / "xllamacpp" / "xllamacpp.abi3.so"
-    if not library.is_file():
-        pytest.skip("xllamacpp-2026.10.11549 is not there: run ci/builds")
-    result = _faults("--real", "--few", "--lib", library, "--model", smollm2)
+    result = _faults("--real", "--few", "--lib", library_of(NEWEST), "--model", smollm2)
     assert result["failures"] == {}
     assert result["left_over"] == []
     assert result["passed"] == result["cells"] == len(STAGES)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,17 +11,16 @@ import pytest
 
 from llama_native.user_model import MetaKind, MetaValue, TensorSlot
 from splitctl.model.facts import read_facts
+from tests.native.real import NEWEST, library_of
+from tests.tool import run_tool
 from tools.gguf_out import write_gguf
 from tools.make_dummies import main, make_big, model_path, random_weights, recipes, to_metadata
-
-TOOL = Path(__file__).parents[3] / "tools" / "make_dummies.py"
 
 
 def test_recipes_cover_nearly_every_architecture() -> None:
     """There are 198 recipes, each names its architecture first."""
-    book = recipes()
-    assert len(book) == 198
-    assert all(items[0][0] == "general.architecture" for items in book.values())
+    assert len(recipes()) == 198
+    assert all(items[0][0] == "general.architecture" for items in recipes().values())
 
 
 def test_a_file_is_named_after_its_recipe(tmp_path: Path) -> None:
@@ -95,14 +92,10 @@ def test_an_unknown_recipe_is_a_usage_error(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.build
-def test_a_real_library_makes_them(tmp_path: Path, cache_dir: Path) -> None:
+def test_a_real_library_makes_them(tmp_path: Path) -> None:
     """The library's own list of tensors becomes a model that reads back with every fact of its recipe."""
-    library = cache_dir / "builds" / "xllamacpp-2026.10.11549" / "xllamacpp" / "xllamacpp.abi3.so"
-    if not library.is_file():
-        pytest.skip(f"{library} is not there: run ci/builds")
-    env = dict(os.environ, LLAMA_NATIVE_LIB=str(library))
-    command = [sys.executable, str(TOOL), "--out", str(tmp_path), "--json", "llama", "qwen3", "mamba"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    env = dict(os.environ, LLAMA_NATIVE_LIB=str(library_of(NEWEST)))
+    done = run_tool("make_dummies", "--out", tmp_path, "--json", "llama", "qwen3", "mamba", env=env)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["failed"] == {}

@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 
 from splitctl.model.facts import read_facts
+from tests.native.real import NEWEST, library_of
+from tests.tool import GUARD_S, run_tool
 from tools.gpu_meter import HOST, Meter, group_of, visible_gpus
 from tools.make_large import SHAPES, make_large
-
-_TOOL = Path(__file__).parents[3] / "tools" / "check_gpu.py"
-_GUARD_S = 900.0
-"""How long the program may take before a test fails; no test measures it."""
 
 
 @pytest.mark.parametrize(
@@ -50,8 +48,8 @@ def test_a_meter_sees_what_a_child_took_at_most() -> None:
         child.stdout.readline()
         for _ in range(2):  # the first look may have begun before the child said so
             meter.looked.clear()
-            assert meter.looked.wait(_GUARD_S)
-        child.communicate("\n\n", timeout=_GUARD_S)
+            assert meter.looked.wait(GUARD_S)
+        child.communicate("\n\n", timeout=GUARD_S)
     assert meter.seen[HOST].taken > 100 << 20
     assert child.returncode == 0
 
@@ -76,17 +74,11 @@ def test_a_large_model_is_a_model_with_weights_that_differ(tmp_path: Path) -> No
 
 @pytest.mark.build
 @pytest.mark.slow
-def test_a_rehearsal_on_processors_plays_every_row(tmp_path: Path, cache_dir: Path) -> None:
+def test_a_rehearsal_on_processors_plays_every_row(tmp_path: Path) -> None:
     """Both modes and the switch are planned, done in children, and told with the library's own lines."""
-    library = cache_dir / "builds" / "xllamacpp-2026.10.11549" / "xllamacpp" / "xllamacpp.abi3.so"
-    if not library.is_file():
-        pytest.skip("xllamacpp-2026.10.11549 is not there: run ci/builds")
-    done = subprocess.run(
-        [
-            sys.executable, _TOOL, "--json", "--device", "CPU,CPU", "--models", "tiny", "--sizes", "1024x256",
-            "--parts", "accuracy", "--folder", tmp_path, "--lib", library,
-        ],
-        capture_output=True, text=True, check=False, timeout=_GUARD_S,
+    done = run_tool(
+        "check_gpu", "--json", "--device", "CPU,CPU", "--models", "tiny", "--sizes", "1024x256", "--parts", "accuracy",
+        "--folder", tmp_path, "--lib", library_of(NEWEST),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     body: dict[str, Any] = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""The short form of tools/load.py: many clients, switches under them, and every token where it belongs."""
+"""The short form of tools.load: many clients, switches under them, and every token where it belongs."""
 
 from __future__ import annotations
 

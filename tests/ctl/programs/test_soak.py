@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.native.real import NEWEST, library_of
+from tests.tool import run_tool
 from tools.greedy_gaps import TOLERANCE, Gaps
 from tools.soak import Sample, Soak, growth, summary
 
-_TOOL = Path(__file__).parents[3] / "tools" / "soak.py"
-_GUARD_S = 900.0
-"""How long the program may take before a test fails; no test measures it."""
 _MIB = 1 << 20
 
 
@@ -81,20 +78,10 @@ def test_texts_that_show_nothing_are_a_fault() -> None:
 @pytest.mark.build
 @pytest.mark.model
 @pytest.mark.slow
-def test_a_session_is_switched_under_streams(cache_dir: Path, smollm2: Path) -> None:
+def test_a_session_is_switched_under_streams(smollm2: Path) -> None:
     """Sixteen switches under four streams: nothing grows, no token is lost, and every text is right."""
-    library = cache_dir / "builds" / "xllamacpp-2026.10.11549" / "xllamacpp" / "xllamacpp.abi3.so"
-    if not library.is_file():
-        pytest.skip("xllamacpp-2026.10.11549 is not there: run ci/builds")
-    command = [sys.executable, str(_TOOL), "--json", "--switches", "16", "--tokens", "24"]
-    done = subprocess.run(
-        [*command, "--lib", str(library), "--model", str(smollm2)],
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=_GUARD_S,
-        check=False,
-    )
+    size = ("--switches", "16", "--tokens", "24")
+    done = run_tool("soak", "--json", *size, "--lib", library_of(NEWEST), "--model", smollm2)
     print(done.stderr)
     result: dict[str, Any] = json.loads(done.stdout)
     assert result["faults"] == []

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from splitctl.placement import SplitMode
+from tests.native.real import NEWEST, library_of
+from tests.tool import run_tool
+from tools.children import last_words
 from tools.make_dummies import default_folder, make_many, recipes
 from tools.sweep_cells import LAYOUTS, PAIRS, Mismatch, all_cells, distance, need_sound, placement_of, prompt
-from tools.sweep_children import last_words
-from tools.sweep_switch import DEFAULT, ModelSweep, Tally, main
-
-TOOL = Path(__file__).parents[3] / "tools" / "sweep_switch.py"
+from tools.sweep_switch import ModelSweep, main
+from tools.sweeping import DEFAULT, Tally
 
 
 def test_every_pair_and_layout_is_a_cell() -> None:
@@ -69,8 +68,8 @@ def test_the_tally_counts_each_cell_once() -> None:
     for cell in ("1:none>tensor", "1:layer>tensor"):
         tally.add("a", {"cell": cell, "status": "refused", "reasons": [["code", "text"], ["other", "more"]]})
     tally.add("b", {"cell": "1:none>layer", "status": "failed", "why": "died"})
-    assert (tally.n_cells, tally.passed, len(tally.refused), len(tally.failed)) == (4, 1, 2, 1)
-    assert tally.reasons()["code"] == {"cells": 2, "models": ["a"], "example": "text"}
+    assert (tally.n_cells, tally.passed, tally.n_refused, len(tally.failed)) == (4, 1, 2, 1)
+    assert tally.refused["code"] == {"cells": 2, "models": ["a"], "example": "text"}
 
 
 def test_the_telling_line_is_picked() -> None:
@@ -88,12 +87,9 @@ def test_an_unknown_model_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.fixture(scope="module")
-def library(cache_dir: Path) -> Path:
+def library() -> Path:
     """The newest real build."""
-    path = cache_dir / "builds" / "xllamacpp-2026.10.11549" / "xllamacpp" / "xllamacpp.abi3.so"
-    if not path.is_file():
-        pytest.skip(f"{path} is not there: run ci/builds")
-    return path
+    return library_of(NEWEST)
 
 
 def sweep_of(name: str, library: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSweep:
@@ -101,7 +97,7 @@ def sweep_of(name: str, library: Path, folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("LLAMA_NATIVE_LIB", str(library))
     ((_, path, reason),) = make_many(default_folder(), [name])
     assert path is not None, reason
-    return ModelSweep(name, path, library, folder / "verdicts.json")
+    return ModelSweep(path, library, folder / "verdicts.json")
 
 
 @pytest.mark.build
@@ -126,9 +122,8 @@ def test_a_death_is_contained_and_explained(library: Path, tmp_path: Path, monke
 @pytest.mark.build
 def test_the_program_ends_with_one_json_object(library: Path) -> None:
     """One model's 21 cells: refused by rule in tensor mode, passed elsewhere, none failed."""
-    command = [sys.executable, str(TOOL), "--json", "--quiet", "--lib", str(library), "-k", "bloom+8h"]
     env = dict(os.environ, LLAMA_NATIVE_LIB=str(library))
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    done = run_tool("sweep_switch", "--json", "--quiet", "--lib", library, "-k", "bloom+8h", env=env)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert (result["models"], result["cells"], result["passed"], result["failed"]) == (1, 21, 9, 0)

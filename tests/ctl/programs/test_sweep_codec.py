@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from statecodec import parse
 from tests.codec.cases import CASES
+from tests.native.real import NEWEST, library_of
+from tests.tool import run_tool
 from tools import sweep_codec
 from tools.make_dummies import default_folder, make_many
 from tools.sweep_codec import Tally, cells_of, lost, main, memory_of, reason_of
 from tools.sweep_codec_cells import CACHES, all_cells, codec_placement, reading_of, settings, shape_of
-
-_TOOLS = Path(__file__).parents[3] / "tools"
 
 
 def test_every_setting_and_form_is_a_cell() -> None:
@@ -94,12 +92,9 @@ def test_an_unknown_model_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.fixture(scope="module")
-def library(cache_dir: Path) -> Path:
+def library() -> Path:
     """The newest real build."""
-    path = cache_dir / "builds" / "xllamacpp-2026.10.11549" / "xllamacpp" / "xllamacpp.abi3.so"
-    if not path.is_file():
-        pytest.skip(f"{path} is not there: run ci/builds")
-    return path
+    return library_of(NEWEST)
 
 
 def model_of(name: str, library: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -157,11 +152,11 @@ def test_a_codec_with_a_fault_does_not_pass(
     """Wrong bytes, an unexpected exception and a death while the codec reads are failures."""
     program = tmp_path / "faulty.py"
     program.write_text(
-        f"import os, sys\nimport sweep_codec_cells as cells\nreal = cells.statecodec.{name}\n"
+        f"import os, sys\nfrom tools import sweep_codec_cells as cells\nreal = cells.statecodec.{name}\n"
         f"cells.statecodec.{name} = {fault}\nsys.exit(cells.main(sys.argv[1:]))\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(_TOOLS))
-    monkeypatch.setattr(sweep_codec, "CELLS", program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(sweep_codec, "CELLS", "faulty")
     (told,) = cells_of(model_of("llama", library, monkeypatch), library, ["1:f16:on:context"])
     assert told["status"] == "failed"
     assert why in told["why"]
@@ -170,9 +165,8 @@ def test_a_codec_with_a_fault_does_not_pass(
 @pytest.mark.build
 def test_the_program_ends_with_one_json_object(library: Path) -> None:
     """One model's 36 cells: quantized V without flash attention refused, everything else passed."""
-    command = [sys.executable, str(_TOOLS / "sweep_codec.py"), "--json", "--lib", str(library), "-k", "gemma2"]
     env = dict(os.environ, LLAMA_NATIVE_LIB=str(library))
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    done = run_tool("sweep_codec", "--json", "--lib", library, "-k", "gemma2", env=env)
     assert done.returncode == 0, done.stderr
     assert "[1/1] gemma2" in done.stderr
     result = json.loads(done.stdout)

@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tools.rpc_server import served
 
 _ROOT = Path(__file__).parents[3]
 _TIMEOUT_S = 900.0
@@ -47,22 +48,6 @@ BUILDS = (
 _NEEDS_TENSOR = "tensor mode does not work"
 
 
-@contextmanager
-def _server(library: Path) -> Iterator[str]:
-    """Serve a processor over RPC in a process that ends with this one; yields HOST:PORT."""
-    command = [sys.executable, str(_ROOT / "tools" / "rpc_server.py"), "--lib", str(library)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
-        assert process.stdout is not None
-        try:
-            line = process.stdout.readline()
-            assert line.startswith("listening on "), f"the RPC server said {line!r}"
-            yield line.split()[-1]
-        finally:
-            process.kill()
-
-
 def _counts(report: Path) -> tuple[int, dict[str, str]]:
     """Read a JUnit report: how many tests passed, and id -> reason of those that were skipped."""
     n_passed, skipped = 0, {}
@@ -87,7 +72,7 @@ def test_the_real_tests_pass_on(build: Build, cache_dir: Path, smollm2: Path, tm
         pytest.skip(f"{build.folder} is not there: run {how}")
     report = tmp_path / "report.xml"
     with ExitStack() as stack:
-        servers = [stack.enter_context(_server(library)) for _ in range(build.n_servers)]
+        servers = [stack.enter_context(served(library))[0] for _ in range(build.n_servers)]
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "pytest", "tests/real", "-q", "--durations=10", f"--junitxml={report}"),

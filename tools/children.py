@@ -1,4 +1,4 @@
-"""Children of the sweeps: a process that says what it does line by line, and whose death is a result."""
+"""Children of programs: processes that say what they do line by line, and whose death is a result."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from tools.places import CHECKOUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,21 +28,33 @@ class ChildRun:
     end: str
 
 
-def run_child(program: Path, job: dict[str, Any], timeout_s: float) -> ChildRun:
+def run_child(
+    program: str,
+    job: Mapping[str, Any],
+    timeout_s: float | None,
+    *,
+    words: tuple[str, ...] = (),
+    env: Mapping[str, str] | None = None,
+) -> ChildRun:
     """Run a program to its end.
 
     Args:
-        program: it takes one JSON object as its argument, and says on stdout where it is and what came of it.
+        program: module name. It takes one JSON object as its last argument, and says on stdout where it is and what
+            came of it, one JSON object a line.
         job: that object.
-        timeout_s: longest time that it may take [seconds].
+        timeout_s: longest time that it may take [seconds]; None: any.
+        words: arguments before the object.
+        env: added to this process's environment.
 
     Returns:
         What became of it.
     """
-    command = [sys.executable, str(program), json.dumps(job)]
-    env = dict(os.environ, GGML_NO_BACKTRACE="1")
+    command = [sys.executable, "-m", program, *words, json.dumps(job)]
+    env = {**os.environ, "GGML_NO_BACKTRACE": "1", **(env or {})}
     try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=timeout_s)
+        done = subprocess.run(
+            command, cwd=CHECKOUT, env=env, capture_output=True, text=True, check=False, timeout=timeout_s
+        )
     except subprocess.TimeoutExpired as late:
         # What a child said before it hung is bytes, whatever was asked for.
         out = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else ""
@@ -49,6 +63,11 @@ def run_child(program: Path, job: dict[str, Any], timeout_s: float) -> ChildRun:
         return _heard(done.stdout, "")
     how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
     return _heard(done.stdout, f"{how}: {last_words(done.stderr)}")
+
+
+def say(**words: object) -> None:
+    """Tell the parent one line."""
+    print(json.dumps(words), flush=True)
 
 
 def _heard(out: str, end: str) -> ChildRun:
