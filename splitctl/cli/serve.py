@@ -143,7 +143,7 @@ class _Serving:
         self._stopping: asyncio.Task[dict[str, Any]] | None = None
         # Workers need no keys.
         env = {name: value for name, value in os.environ.items() if name != "LLAMA_API_KEY"}
-        self._supervisor = Supervisor(config, env=env, tell=self._log)
+        self._supervisor = Supervisor(config, env=env, log=self._log)
         self._server: HttpServer | None = None
 
     async def run(self) -> ExitCode:
@@ -233,10 +233,10 @@ class _Serving:
             self._screen.line(f"{time.strftime('%H:%M:%S')} {one_line(text)}")
 
 
-def _server_of(supervisor: Supervisor, http: HttpConfig, tell: Callable[[str], None]) -> HttpServer:
+def _server_of(supervisor: Supervisor, http: HttpConfig, log: Callable[[str], None]) -> HttpServer:
     """Take the port before the model is loaded: a port that is taken is told at once."""
     from splitctl.http import HttpServer  # noqa: PLC0415 - an extra, which a session on its socket does without
 
-    server = HttpServer(supervisor, http, tell=tell)
+    server = HttpServer(supervisor, http, log=log)
     server.listen()
     return server

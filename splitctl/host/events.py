@@ -118,7 +118,7 @@ class Hub:
         self._watchers: set[_Watcher] = set()
         self._is_closed = False
 
-    def tell(self, event: HostEvent) -> None:
+    def publish(self, event: HostEvent) -> None:
         """Pass an event on."""
         for watcher in self._watchers:
             watcher.waiting.append(event)

@@ -1,8 +1,8 @@
-"""What a hosted session holds, as its supervisor was told: sequences, streams on them, and who waits for one. Pure.
+"""What a hosted session holds, as workers reported it: sequences, streams on them, and who waits for one. Pure.
 
 Laws:
     1. A token is booked once, in the order of its decode, to the stream's job and to the sequence that holds it.
-    2. The books never claim more than was reported: what a new worker is told to hold can be made from them alone.
+    2. The ledger never claims more than was reported: what a new worker must hold can be made from it alone.
     3. A sequence has one stream at a time; it is free again when the worker said that the stream has ended, or is gone.
     4. Streams start in the order in which they came.
 """
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from splitctl.carry.sequence import SamplerSpec
+from splitctl.carry.sequence import SamplerSpec, common
 from splitctl.errors import SplitctlError
 from splitctl.ipc.orders import Drawn, Ended, Reading, SequenceSnapshot, Start, Step
 
@@ -26,13 +26,13 @@ _RECENT_STEPS = 64
 
 
 class ReportWrong(SplitctlError):
-    """A worker told what cannot be: it has lost count, and cannot be believed any more."""
+    """A worker reported what cannot be: it has lost count, and cannot be believed any more."""
 
     def __init__(self, what: str) -> None:
         """Build from the report.
 
         Args:
-            what: what it told, and why that cannot be.
+            what: what it reported, and why that cannot be.
         """
         self.what = what
         super().__init__(what)
@@ -131,29 +131,33 @@ class SequenceRow:
     stream: int | None = None
     used_at: int = 0
 
-    def book(self) -> SequenceSnapshot:
-        """Give what a new worker is told."""
+    def snapshot(self) -> SequenceSnapshot:
+        """Give what a new worker must hold."""
         return SequenceSnapshot(
             self.seq_id, tuple(self.tokens), self.is_pending, self.sampler, self.n_draws, self.encoder_tokens
         )
 
 
 class Ledger:
-    """The books of one session.
+    """The sequences of one session, and the streams on them.
+
+    Attributes:
+        rows: all sequences, by id.
+        jobs: all streams that have their tokens and are not over, by number.
+        version: grows whenever a sequence changes.
 
     Thread: the supervisor's loop, alone.
     """
 
     def __init__(self, n_seq_max: int) -> None:
-        """Open them for so many sequences."""
+        """Begin with so many empty sequences."""
         self.rows = [SequenceRow(seq_id) for seq_id in range(n_seq_max)]
         self.jobs: dict[int, StreamJob] = {}
         self.version = 0
         self._queue: deque[int] = deque()
         self._has_worker = True
-        self._clock = 0
         self._steps: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
-        self._last_read: tuple[int, float] | None = None
+        self._last_read = (0, 0.0)
 
     # ---- what there is ----
 
@@ -174,15 +178,20 @@ class Ledger:
         return any(row.stream is not None for row in self.rows)
 
     @property
+    def held(self) -> tuple[int, int]:
+        """Sequences that hold something, and tokens over all of them."""
+        held = [len(row.tokens) for row in self.rows if row.tokens or row.encoder_tokens]
+        return len(held), sum(held)
+
+    @property
     def tokens_per_second(self) -> dict[str, float | None]:
         """Recent rates: prompt of the last one read, generate over the last steps and all streams together."""
-        read = self._last_read or (0, 0.0)
-        steps = (sum(n for n, _ in self._steps), sum(ms for _, ms in self._steps))
-        return {"prompt": _rate(*read), "generate": _rate(*steps)}
+        n_drawn, ms = sum(n for n, _ in self._steps), sum(ms for _, ms in self._steps)
+        return {"prompt": per_second(*self._last_read), "generate": per_second(n_drawn, ms)}
 
-    def books(self) -> tuple[SequenceSnapshot, ...]:
+    def snapshots(self) -> tuple[SequenceSnapshot, ...]:
         """Give what every sequence that holds something must hold in a new worker."""
-        return tuple(row.book() for row in self.rows if row.tokens or row.encoder_tokens)
+        return tuple(row.snapshot() for row in self.rows if row.tokens or row.encoder_tokens)
 
     def state_of(self, row: SequenceRow) -> str:
         """Say what a sequence is doing: idle, reading, generating or ending."""
@@ -242,7 +251,7 @@ class Ledger:
         row.sampler, row.n_draws = job.sampler, job.n_draws
         return job.start(row.seq_id)
 
-    # ---- what a worker tells ----
+    # ---- what a worker reports ----
 
     def reading(self, report: Reading) -> StreamJob | None:
         """Book how far a prompt has been read.
@@ -305,14 +314,14 @@ class Ledger:
         """Free the sequence of a stream that is over.
 
         Returns:
-            The job; None where its client has been told already.
+            The job; None where its client has its last event already.
 
         Raises:
             ReportWrong: it cannot be.
         """
         job, row = self._on_row(report.stream, "an end")
-        row.stream = None
         self._touch(row)
+        row.stream = None
         del self.jobs[job.number]
         return None if job.is_over else job
 
@@ -330,12 +339,8 @@ class Ledger:
 
     # ---- a worker is gone, another one comes ----
 
-    def lost(self, *, had_started: bool) -> None:
-        """Note that the worker is gone: what it was told to end has ended, what it read in part may be read again.
-
-        Args:
-            had_started: it had been given the streams that are running.
-        """
+    def lost(self) -> None:
+        """Note that the worker is gone: what it had to end has ended, what it read in part may be read again."""
         self._has_worker = False
         for row in self.rows:
             if row.stream is None:
@@ -346,7 +351,7 @@ class Ledger:
                 del self.jobs[job.number]
             else:
                 job.read_before_ms = job.prompt_ms
-                job.n_losses += had_started
+                job.n_losses += 1
 
     def resume(self) -> tuple[list[Start], list[StreamJob]]:
         """Let a new worker go on with what was running.
@@ -362,7 +367,7 @@ class Ledger:
             del self.jobs[job.number]
         return [self._put(job, self.rows[job.seq_id]) for job in self.running if job.seq_id is not None], complete
 
-    def replace(self, books: Sequence[SequenceSnapshot]) -> None:
+    def replace(self, snapshots: Sequence[SequenceSnapshot]) -> None:
         """Hold what a restored file holds.
 
         Raises:
@@ -371,13 +376,13 @@ class Ledger:
         if self.is_working:
             raise ReportWrong("all sequences were replaced while streams were on them")
         self.resize(len(self.rows), empty=True)
-        for book in books:
-            if not 0 <= book.seq_id < len(self.rows):
-                raise ReportWrong(f"sequence {book.seq_id} of {len(self.rows)}")
-            self.rows[book.seq_id] = SequenceRow(
-                book.seq_id, list(book.tokens), book.is_pending, book.sampler, book.n_draws, book.encoder_tokens
+        for one in snapshots:
+            if not 0 <= one.seq_id < len(self.rows):
+                raise ReportWrong(f"sequence {one.seq_id} of {len(self.rows)}")
+            row = self.rows[one.seq_id] = SequenceRow(
+                one.seq_id, list(one.tokens), one.is_pending, one.sampler, one.n_draws, one.encoder_tokens
             )
-            self._touch(self.rows[book.seq_id])
+            self._touch(row)
         self.version += 1
 
     def resize(self, n_seq_max: int, *, empty: bool = False) -> list[StreamJob]:
@@ -403,9 +408,8 @@ class Ledger:
         return job, row
 
     def _touch(self, row: SequenceRow) -> None:
-        self._clock += 1
         self.version += 1
-        row.used_at = self._clock
+        row.used_at = self.version
 
 
 def choose_row(rows: Sequence[SequenceRow], prompt: Sequence[int]) -> SequenceRow | None:
@@ -430,18 +434,6 @@ def choose_row(rows: Sequence[SequenceRow], prompt: Sequence[int]) -> SequenceRo
     return min(idle, key=lambda row: (bool(row.tokens), row.used_at, row.seq_id))
 
 
-def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Count the tokens with which both begin."""
-    low, high = 0, min(len(one), len(other))
-    # Comparing slices is done in C: a few of them are quicker than a loop over a long prompt.
-    while low < high:
-        middle = (low + high + 1) // 2
-        if list(one[low:middle]) == list(other[low:middle]):
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _rate(n: int, ms: float) -> float | None:
+def per_second(n: int, ms: float) -> float | None:
+    """Give a rate; None where nothing was measured."""
     return n / ms * 1e3 if n and ms else None

@@ -1,4 +1,4 @@
-"""A session that no worker can serve, put on disk by its supervisor: from the arena, or at least its tokens.
+"""A session on disk without a worker: written from the arena where it can be, and at least its tokens.
 
 Law: a state is written only with the tokens that it was made from; where the session has gone on since, the tokens
 alone are written, and whoever restores them reads them again.
@@ -6,11 +6,14 @@ alone are written, and whoever restores them reads them again.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -22,12 +25,13 @@ from splitctl.carry.file import Carry
 from splitctl.carry.fingerprint import Adapter, Fingerprint, Identity, Representation, rope_settings
 from splitctl.carry.seal import Seal, take
 from splitctl.carry.sequence import SamplerSpec, SequenceCarry, no_logits, no_tokens
-from splitctl.errors import CarryDamaged
+from splitctl.errors import CarryDamaged, SplitctlError
+from splitctl.host.config import HostConfig
 from splitctl.ipc.orders import AdapterFile, SequenceSnapshot
 from splitctl.model.facts import read_facts
 from splitctl.placement import FlashAttn, Placement
 
-_HASH_CHUNK = 1 << 20
+_HASH_CHUNK_BYTES = 1 << 20
 _PRIVATE = 0o700
 
 
@@ -44,6 +48,85 @@ class Owner:
     identity: Identity
     adapters: tuple[Adapter, ...]
     build: str
+
+
+class SessionFiles:
+    """Where a session is saved and parked, and what its supervisor does with these files itself.
+
+    Attributes:
+        parked_by_worker: where a worker has parked the session; None where none has, or it is not needed any more.
+
+    Thread: the supervisor's loop.
+    """
+
+    def __init__(self, config: HostConfig, log: Callable[[str], None]) -> None:
+        """Look at nothing yet.
+
+        Args:
+            config: names the files.
+            log: takes lines for a person.
+        """
+        self._config = config
+        self._log = log
+        self._owner: Owner | None = None
+        self.parked_by_worker: Path | None = None
+
+    def offer(self) -> None:
+        """Log that a saved session could be gone on with, if there is one."""
+        found = [path for path in (self._config.park_path, self._config.save_path) if path.is_file()]
+        if found:
+            newest = max(found, key=lambda path: path.stat().st_mtime)
+            other = " (or serve --resume)" if newest == self._config.save_path else ""
+            self._log(f"a saved session is there: splitctl restore {newest}{other} goes on with it")
+
+    async def know_owner(self, model: Mapping[str, Any]) -> Owner:
+        """Read whose a carry is; remembered, because files may be gone when it is needed.
+
+        Args:
+            model: what a worker says of the model.
+
+        Raises:
+            BadModelFile, OSError: one of the files cannot be read.
+        """
+        if self._owner is None:
+            n_vocab, build = int(model.get("n_vocab", 0)), str(model.get("build", ""))
+            path, adapters = self._config.model, self._config.adapters
+            self._owner = await asyncio.to_thread(owner_of, path, adapters, n_vocab=n_vocab, build=build)
+        return self._owner
+
+    async def write(
+        self,
+        path: Path,
+        sequences: Sequence[SequenceSnapshot],
+        *,
+        model: Mapping[str, Any],
+        placement: Placement,
+        sealed: Sequence[tuple[int, Seal]],
+    ) -> Path | None:
+        """Write the session; the arguments are those of `park`.
+
+        Returns:
+            The path; None where it could not be written, which is logged.
+        """
+        try:
+            owner = await self.know_owner(model)
+            await asyncio.to_thread(park, path, sequences, placement=placement, owner=owner, sealed=sealed)
+        except (SplitctlError, OSError, ValueError) as error:
+            self._log(f"the session could not be written to {path}: {error}")
+            return None
+        return path
+
+    def note_parked_by_worker(self, body: Mapping[str, Any]) -> None:
+        """Note where a worker says that it has parked the session."""
+        written = body.get("parked_at")
+        self.parked_by_worker = Path(written) if isinstance(written, str) else None
+
+    def forget_parked_by_worker(self) -> None:
+        """Remove the file of a session that is not parked after all, or lies parked elsewhere."""
+        if self.parked_by_worker is not None:
+            with suppress(OSError):
+                self.parked_by_worker.unlink()
+        self.parked_by_worker = None
 
 
 def owner_of(model: Path, adapters: Sequence[AdapterFile], *, n_vocab: int, build: str) -> Owner:
@@ -78,7 +161,7 @@ def owner_of(model: Path, adapters: Sequence[AdapterFile], *, n_vocab: int, buil
 
 def park(
     path: Path,
-    books: Sequence[SequenceSnapshot],
+    sequences: Sequence[SequenceSnapshot],
     *,
     placement: Placement,
     owner: Owner,
@@ -88,7 +171,7 @@ def park(
 
     Args:
         path: where; its folder is made.
-        books: what every sequence holds.
+        sequences: what every sequence holds.
         placement: where it served.
         owner: whose it is.
         sealed: carries that arenas still hold, with the arenas' descriptors, best first.
@@ -101,13 +184,13 @@ def park(
         OSError: the folder cannot be made.
     """
     path.parent.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
-    carry = _with_state(books, sealed) or _tokens_alone(books, placement, owner)
+    carry = _with_state(sequences, sealed) or _tokens_alone(sequences, placement, owner)
     carries.write(path, carries.seal(carry))
     return bool(len(carry.state))
 
 
-def _with_state(books: Sequence[SequenceSnapshot], sealed: Sequence[tuple[int, Seal]]) -> Carry | None:
-    """Find a sealed carry that the books have not left behind."""
+def _with_state(sequences: Sequence[SequenceSnapshot], sealed: Sequence[tuple[int, Seal]]) -> Carry | None:
+    """Find a sealed carry that the session has not left behind."""
     for fd, seal in sealed:
         try:
             carry = take(Arena(fd), seal)
@@ -115,32 +198,32 @@ def _with_state(books: Sequence[SequenceSnapshot], sealed: Sequence[tuple[int, S
             # Its worker died over it, or memory is short: another one, or the tokens, will do.
             continue
         held = {one.seq_id: one for one in carry.sequences}
-        if held.keys() == {book.seq_id for book in books} and all(_is_of(held[book.seq_id], book) for book in books):
-            return dataclasses.replace(carry, sequences=tuple(_gone_on(held[book.seq_id], book) for book in books))
+        if held.keys() == {one.seq_id for one in sequences} and all(_is_of(held[one.seq_id], one) for one in sequences):
+            return dataclasses.replace(carry, sequences=tuple(_gone_on(held[one.seq_id], one) for one in sequences))
     return None
 
 
-def _is_of(sequence: SequenceCarry, book: SequenceSnapshot) -> bool:
-    """Tell whether a sequence's rows are those of a book's tokens, but for one that is still to be decoded."""
-    n_past = len(book.tokens) - book.is_pending
-    return n_past == sequence.n_past and sequence.tokens[:n_past].tolist() == list(book.tokens[:n_past])
+def _is_of(sealed: SequenceCarry, now: SequenceSnapshot) -> bool:
+    """Tell whether a sequence was sealed with its tokens of now, but for one that is still to be decoded."""
+    n_past = len(now.tokens) - now.is_pending
+    return n_past == sealed.n_past and sealed.tokens[:n_past].tolist() == list(now.tokens[:n_past])
 
 
-def _gone_on(sequence: SequenceCarry, book: SequenceSnapshot) -> SequenceCarry:
+def _gone_on(sealed: SequenceCarry, now: SequenceSnapshot) -> SequenceCarry:
     """Give a sequence the token that was drawn since it was sealed."""
-    tokens = _row(book.tokens)
-    sampler = book.sampler or sequence.sampler
-    is_same = sampler == sequence.sampler and np.array_equal(tokens, sequence.tokens)
+    tokens = _row(now.tokens)
+    sampler = now.sampler or sealed.sampler
+    is_same = sampler == sealed.sampler and np.array_equal(tokens, sealed.tokens)
     return dataclasses.replace(
-        sequence,
+        sealed,
         tokens=tokens,
         sampler=sampler,
-        accepted=sequence.accepted if is_same else tokens,
-        n_draws=book.n_draws if book.sampler is not None else sequence.n_draws,
+        accepted=sealed.accepted if is_same else tokens,
+        n_draws=now.n_draws if now.sampler is not None else sealed.n_draws,
     )
 
 
-def _tokens_alone(books: Sequence[SequenceSnapshot], placement: Placement, owner: Owner) -> Carry:
+def _tokens_alone(sequences: Sequence[SequenceSnapshot], placement: Placement, owner: Owner) -> Carry:
     representation = Representation(
         build=owner.build,
         type_k=placement.type_k,
@@ -152,25 +235,25 @@ def _tokens_alone(books: Sequence[SequenceSnapshot], placement: Placement, owner
     )
     return Carry(
         state=memoryview(b""),
-        sequences=tuple(_sequence(book) for book in books),
+        sequences=tuple(_sequence(one) for one in sequences),
         adapters=owner.adapters,
         placement=placement,
         fingerprint=Fingerprint(owner.identity, representation),
     )
 
 
-def _sequence(book: SequenceSnapshot) -> SequenceCarry:
-    tokens = _row(book.tokens)
+def _sequence(one: SequenceSnapshot) -> SequenceCarry:
+    tokens = _row(one.tokens)
     return SequenceCarry(
-        seq_id=book.seq_id,
+        seq_id=one.seq_id,
         tokens=tokens,
-        n_past=len(book.tokens) - book.is_pending,
+        n_past=len(one.tokens) - one.is_pending,
         logits=no_logits(),
         output_ids=no_tokens(),
-        sampler=book.sampler or SamplerSpec(),
-        accepted=no_tokens() if book.sampler is None else tokens,
-        n_draws=book.n_draws,
-        encoder_tokens=_row(book.encoder_tokens),
+        sampler=one.sampler or SamplerSpec(),
+        accepted=no_tokens() if one.sampler is None else tokens,
+        n_draws=one.n_draws,
+        encoder_tokens=_row(one.encoder_tokens),
     )
 
 
@@ -181,6 +264,6 @@ def _row(tokens: Sequence[int]) -> NDArray[np.int32]:
 def _digest(path: Path) -> str:
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while chunk := file.read(_HASH_CHUNK):
+        while chunk := file.read(_HASH_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()

@@ -1,22 +1,38 @@
-"""A stream as its client has it: what happens to it, in order, and text that is whole characters without a stop text.
+"""The streams of a hosted session, between their clients and its ledger.
+
+A `Stream` is what a client has: its events in order, and text that is whole characters without a stop text. The
+`StreamTable` holds all of them: who waits, who runs, and what becomes of them when a worker is lost.
 
 Laws:
     1. Begun comes once and before any Delta; every token of the answer is one Delta, numbered from 0 without a gap;
-       Done comes last and always.
+       Done comes last and always, once, and says why.
     2. The texts of all Deltas, joined, are the answer: what may still become a stop text, or is half a character, is
        held back until that is known.
+    3. What comes while no worker serves waits, and goes on when one does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import codecs
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from splitctl.control.requests import GenerateRequest
+from splitctl.errors import Busy
+from splitctl.host.ledger import Ledger, StreamJob
+from splitctl.host.pending import OnLoss, OrderFailed, PendingOrders
 from splitctl.ipc.jobs import Fault
+from splitctl.ipc.orders import Ended, Forgot, Halt, Order, Reading, Step, Tokenize, Tokenized
 from splitctl.ipc.stop_texts import StopTexts
+
+#: Streams that may wait for a sequence or for their tokens; one more gets Busy.
+MAX_WAITING = 256
+
+#: Workers that may be lost over a stream, one after the other, before it is ended: what kills five would kill six.
+_MAX_LOSSES = 5
 
 
 class Why(Enum):
@@ -143,13 +159,13 @@ class Stream:
         Args:
             number: its number.
             stop: texts that end it.
-            on_cancel: told its number when the client cancels.
+            on_cancel: called with its number when the client cancels.
         """
         self.number = number
         self._text = Text(stop)
         self._on_cancel = on_cancel
         self._events: asyncio.Queue[StreamEvent] = asyncio.Queue()
-        self._n_told = 0
+        self._n_delivered = 0
         self._has_begun = False
         self._is_paused = False
         self._is_done = False
@@ -166,11 +182,6 @@ class Stream:
         event = await self._events.get()
         self._is_read = isinstance(event, Done)
         return event
-
-    @property
-    def is_done(self) -> bool:
-        """Whether its last event is there."""
-        return self._is_done
 
     def cancel(self) -> None:
         """End the stream; Done follows at once. One that is over stays as it is."""
@@ -192,12 +203,12 @@ class Stream:
             Whether a stop text has ended the answer.
         """
         self.resume()
-        self._events.put_nowait(Delta(self._text.feed(piece), token, self._n_told))
-        self._n_told += 1
+        self._events.put_nowait(Delta(self._text.feed(piece), token, self._n_delivered))
+        self._n_delivered += 1
         return self._text.is_stopped
 
     def pause(self, why: str) -> None:
-        """Say that no token comes for a while; of several reasons the first is told."""
+        """Say that no token comes for a while; of several reasons the first is passed on."""
         if self._has_begun and not self._is_paused:
             self._is_paused = True
             self._events.put_nowait(Paused(why))
@@ -215,5 +226,220 @@ class Stream:
         self._is_done = True
         rest = self._text.rest()
         if rest:
-            self._events.put_nowait(Delta(rest, None, max(self._n_told - 1, 0)))
+            self._events.put_nowait(Delta(rest, None, max(self._n_delivered - 1, 0)))
         self._events.put_nowait(done)
+
+
+_WHY = {
+    "eos": Why.EOS,
+    "length": Why.LENGTH,
+    "context": Why.CONTEXT,
+    "halted": Why.CANCELLED,
+    "error": Why.ERROR,
+}
+
+
+class StreamTable:
+    """All streams of one session.
+
+    Attributes:
+        ledger: what sequences hold, and the streams on them.
+        had_progress: a token has come since the last worker was lost.
+
+    Thread: the supervisor's loop.
+    """
+
+    def __init__(self, pending: PendingOrders, send: Callable[[Order], None], flush: Callable[[], None]) -> None:
+        """Begin without any.
+
+        Args:
+            pending: takes orders that have an answer.
+            send: gives an order to the worker.
+            flush: gives the worker the pending orders and the streams that wait for a sequence, if one serves.
+        """
+        self.ledger = Ledger(0)
+        self.had_progress = True
+        self._pending = pending
+        self._send = send
+        self._flush = flush
+        self._streams: dict[int, Stream] = {}
+        self._tokenizing: dict[int, GenerateRequest] = {}
+        self._n_streams = 0
+
+    @property
+    def n_waiting(self) -> int:
+        """Streams that wait for a sequence, or for their tokens."""
+        return self.ledger.n_queued + len(self._tokenizing)
+
+    @property
+    def n_open(self) -> int:
+        """Streams whose clients have not had their last event."""
+        return len(self._streams)
+
+    # ---- clients ----
+
+    def open(self, request: GenerateRequest) -> Stream:
+        """Take a stream.
+
+        Raises:
+            Busy: too many wait.
+        """
+        if self.n_waiting >= MAX_WAITING:
+            raise Busy(f"{self.n_waiting} streams that wait")
+        self._n_streams += 1
+        number = self._n_streams
+        stream = self._streams[number] = Stream(
+            number, request.sampler.stop, lambda one: self._close(one, Why.CANCELLED)
+        )
+        if request.tokens is not None:
+            self._queue(number, request.tokens, request)
+        else:
+            self._tokenizing[number] = request
+            answer = self._pending.put(_tokenize(self._pending.number(), request), OnLoss.REPEAT)
+            answer.add_done_callback(lambda done: self._tokenized(number, done))
+        self._flush()
+        return stream
+
+    def _tokenized(self, number: int, answer: asyncio.Future[Tokenized]) -> None:
+        """Go on with a stream whose prompt has become tokens."""
+        request = self._tokenizing.pop(number, None)
+        if request is None or answer.cancelled():
+            return
+        error = answer.exception()
+        if error is not None:
+            fault = error.fault if isinstance(error, OrderFailed) else None
+            self._end(number, None, Why.ERROR, str(error), fault)
+        elif not answer.result().tokens:
+            self._end(number, None, Why.ERROR, "the prompt has no token; give some text", Fault.CONFIG)
+        else:
+            self._queue(number, answer.result().tokens, request)
+            self._flush()
+
+    def _queue(self, number: int, tokens: tuple[int, ...], request: GenerateRequest) -> None:
+        self.ledger.add(StreamJob(number, tokens, request.sampler.seeded(), request.n_predict))
+
+    def _close(self, number: int, why: Why, message: str = "") -> None:
+        """Give a stream its last event, wherever it is, and let the worker stop."""
+        self._tokenizing.pop(number, None)
+        job = self.ledger.jobs.get(number)
+        if self.ledger.finish(number):
+            self._send(Halt(number))
+        self._end(number, job, why, message)
+        self._flush()
+
+    def _end(self, number: int, job: StreamJob | None, why: Why, message: str = "", fault: Fault | None = None) -> None:
+        stream = self._streams.pop(number, None)
+        if stream is None:
+            return
+        if job is None:
+            stream.end(Done(why, message=message, fault=fault))
+            return
+        numbers = (len(job.prompt), job.n_reused or 0, job.n_predicted, job.prompt_ms, job.generate_ms)
+        stream.end(Done(why, *numbers, message, fault))
+
+    # ---- a worker's reports ----
+
+    def take(self, report: Reading | Step | Ended | Forgot) -> None:
+        """Book a report, and pass it on to clients.
+
+        Raises:
+            ReportWrong: it cannot be.
+        """
+        match report:
+            case Reading():
+                job = self.ledger.reading(report)
+                if job is not None:
+                    self._streams[job.number].begin(len(job.prompt), job.n_reused or 0)
+            case Step():
+                self._step(report)
+            case Ended():
+                ended = self.ledger.ended(report)
+                if ended is not None:
+                    self._end(ended.number, ended, _WHY.get(report.why, Why.ERROR), report.message, report.fault)
+                self._flush()
+            case Forgot():
+                self.ledger.forgot(report.seq_id)
+
+    def _step(self, report: Step) -> None:
+        delivered = self.ledger.step(report)
+        self.had_progress = True
+        for job, drawn in delivered:
+            stream = self._streams[job.number]
+            stream.begin(len(job.prompt), job.n_reused or 0)
+            if not drawn.is_end and stream.deliver(drawn.token, drawn.piece):
+                self._close(job.number, Why.STOP)
+
+    # ---- what stops and starts them all ----
+
+    def start_waiting(self) -> None:
+        """Give the worker who waits, as far as sequences are idle."""
+        for start in self.ledger.startable():
+            self._send(start)
+
+    def pause(self, why: str) -> None:
+        """Let clients whose streams run know that no token comes for a while."""
+        for job in self.ledger.running:
+            self._streams[job.number].pause(why)
+
+    def resume(self) -> None:
+        """Let them know that tokens come again."""
+        for job in self.ledger.running:
+            self._streams[job.number].resume()
+
+    def resize(self, n_seq_max: int) -> None:
+        """Have so many sequences from now on."""
+        gone = self.ledger.resize(n_seq_max)
+        self._give_up(gone, "its sequence is gone: the session was moved to a smaller number of them (-np)")
+
+    def lost(self, reason: str) -> None:
+        """Note how the worker ended, and that the streams that run wait for another."""
+        self.had_progress = False
+        self.ledger.lost()
+        self.pause(reason)
+        hopeless = [job for job in self.ledger.running if job.n_losses >= _MAX_LOSSES]
+        self._give_up(hopeless, f"{_MAX_LOSSES} workers were lost over it, the last one thus: {reason}")
+
+    def back(self) -> None:
+        """Go on in a new worker, each stream where it stood."""
+        starts, complete = self.ledger.resume()
+        for job in complete:
+            self._end(job.number, job, Why.EOS if job.is_ended else Why.LENGTH)
+        for start in starts:
+            self._send(start)
+        self.resume()
+
+    @property
+    def has_stuck(self) -> bool:
+        """Whether workers were lost over a stream without a token of it in between."""
+        return bool(self._tokenizing) or any(job.n_losses for job in self.ledger.running)
+
+    def drop_stuck(self, reason: str) -> None:
+        """End the streams over which workers were lost without a token in between."""
+        self._give_up([job for job in self.ledger.running if job.n_losses], f"workers were lost over it: {reason}")
+        text = f"workers were lost while it waited: {reason}"
+        self._pending.fail(OrderFailed(Fault.INTERNAL, "WorkerLost", text), (Tokenize,))
+
+    def end_all(self, message: str) -> None:
+        """End every stream with an error.
+
+        Args:
+            message: the error's line.
+        """
+        for number in [*self._tokenizing, *self.ledger.jobs]:
+            self._close(number, Why.ERROR, message)
+
+    def _give_up(self, jobs: Iterable[StreamJob], message: str) -> None:
+        for job in list(jobs):
+            self.ledger.finish(job.number)
+            self._end(job.number, job, Why.ERROR, message)
+
+
+def _tokenize(order: int, request: GenerateRequest) -> Tokenize:
+    messages = request.messages
+    return Tokenize(
+        order,
+        text=request.prompt,
+        messages=None if messages is None else tuple(dataclasses.asdict(one) for one in messages),
+        add_special=request.add_special,
+        parse_special=request.parse_special,
+    )

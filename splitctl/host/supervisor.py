@@ -1,7 +1,16 @@
-"""A session that outlives the process which holds the library: what clients may ask of it.
+"""A session that outlives the process which holds the library: its state, and what clients may ask of it.
 
-The supervisor never loads the library. It owns the session: the arenas, the tokens of every sequence, the streams, and
-the worker of the moment (`keeper`).
+The supervisor never loads the library. It owns the session: the sequences and the streams on them, the orders that wait
+for an answer, the switches, where the session serves or is parked. The worker is `manager.WorkerManager`'s, whose
+docstring says where the cut between the two runs.
+
+Main path: a client asks -> an order goes out by `_flush` -> the worker reports by `take` -> `StreamTable`, `Switches`
+and `PendingOrders` are written -> the client gets its answer. A worker that is lost: `lost` -> `WorkerManager.recover`
+-> `_go_on_recovered`, or `_park`.
+
+Laws:
+    1. The loop writes everything here, and no other thread does.
+    2. Whatever happens to a worker, the session serves again, or lies parked at a path that everybody is told.
 """
 
 from __future__ import annotations
@@ -9,25 +18,32 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
+from splitctl.carry.seal import Seal
 from splitctl.control.requests import GenerateRequest
 from splitctl.errors import Busy, Parked, SplitctlError
+from splitctl.host import events
 from splitctl.host.config import HostConfig, HostState
-from splitctl.host.events import HostEvent, SessionSaved
 from splitctl.host.link import End
-from splitctl.host.manager import WorkerManager
-from splitctl.host.pending import OnLoss, OrderFailed
-from splitctl.host.streams import Stream
+from splitctl.host.manager import Recovered, WorkerManager
+from splitctl.host.parking import SessionFiles
+from splitctl.host.pending import OnLoss, PendingOrders
+from splitctl.host.recovery import Attempt, Loss
+from splitctl.host.streams import Stream, StreamTable
+from splitctl.host.switches import Switches, UnderWay
+from splitctl.ipc import orders
 from splitctl.ipc.jobs import Fault
-from splitctl.ipc.orders import Check, Checked, Open, Replaced, Restore, Save, Saved, Switch
-from splitctl.outcome import to_plain
+from splitctl.outcome import Stage, SwitchOptions, to_plain
 from splitctl.placement import Placement
 
-#: How long a worker that was told to close may take [seconds].
+#: How long a worker that was ordered to close may take [seconds].
 _GRACE_S = 10.0
+
+#: A file is written and read in one piece, without a sign of life: about 2 s a GiB from memory, and disks are slower.
+_FILE_DEADLINES = 10.0
 
 
 class Supervisor:
@@ -36,34 +52,58 @@ class Supervisor:
     Thread: the loop that calls `start`. Lifetime: from `start` to `stop`.
     """
 
-    def __init__(self, config: HostConfig, *, env: Mapping[str, str], tell: Callable[[str], None]) -> None:
+    def __init__(self, config: HostConfig, *, env: Mapping[str, str], log: Callable[[str], None]) -> None:
         """Nothing is started yet.
 
         Args:
             config: what to serve.
             env: the environment of the workers; read anew for each.
-            tell: takes lines for a person.
+            log: takes lines for a person.
         """
         self._config = config
-        self._tell = tell
-        self._keeper = WorkerManager(config, env, tell)
+        self._log = log
+        self._manager = WorkerManager(config, self, env=env, log=log)
+        self._state = HostState.LOADING
+        self._model: dict[str, Any] = {"path": str(config.model)}
+        self._files = SessionFiles(config, log)
+        self._switches = Switches(config.placement)
+        self._pending = PendingOrders()
+        self._streams = StreamTable(self._pending, self._manager.send, self._flush)
+        self._hub = events.Hub()
+        self._on_stage: Callable[[str, float], None] | None = None
+        self._is_replacing = False
+        self._parked: events.SessionParked | None = None
+        self._lost_at = 0.0
+        self._n_recomputed = 0
+        self._n_restarts = 0
         self._started_at = time.time()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Future[dict[str, Any]] | None = None
+
+    # ---- what clients ask ----
 
     @property
     def state(self) -> HostState:
         """What the session is doing."""
-        keeper = self._keeper
-        return HostState.SWITCHING if keeper.state is HostState.SERVING and keeper.is_switching else keeper.state
+        is_switching = self._state is HostState.SERVING and self._switches.under_way is not None
+        return HostState.SWITCHING if is_switching else self._state
+
+    @property
+    def _parked_at(self) -> Path | None:
+        return None if self._parked is None else self._parked.path
 
     @property
     def worker_pid(self) -> int | None:
         """The worker's process id; None while there is none."""
-        return None if self._keeper.life is None else self._keeper.life.pid
+        return self._manager.pid
 
-    def subscribe(self) -> AsyncIterator[HostEvent]:
+    def subscribe(self) -> AsyncIterator[events.HostEvent]:
         """Give what happens to the session from now on; the iterator ends with it."""
-        return self._keeper.hub.subscribe()
+        return self._hub.subscribe()
+
+    def recent_switches(self) -> list[dict[str, Any]]:
+        """Give the outcomes of the last switches as they are by now, oldest first."""
+        return self._switches.recent
 
     async def start(self) -> None:
         """Load the model and serve.
@@ -74,21 +114,20 @@ class Supervisor:
             DeadlineExceeded: it hung.
             OSError: the system gives no memory file.
         """
-        keeper, config = self._keeper, self._config
-        keeper.prepare()
+        config = self._config
         try:
-            await self._open(Open(config.placement, config.adapters, force=config.force))
-            keeper.go_on()
-            await keeper.know_owner()
+            await self._open(orders.Open(config.placement, config.adapters, force=config.force))
+            self._go_on()
+            await self._files.know_owner(self._model)
             if config.resume is not None:
                 await self._replace(config.resume)
         except BaseException:
             await self.stop(save=False)
             raise
         if config.resume is None:
-            self._offer_saved()
+            self._files.offer()
         if config.checkpoint_s is not None:
-            keeper.spawn(self._checkpoints(config.checkpoint_s))
+            self._spawn(self._checkpoints(config.checkpoint_s))
 
     async def generate(self, request: GenerateRequest) -> Stream:
         """Begin a generation.
@@ -98,15 +137,13 @@ class Supervisor:
             Busy: it is being stopped, or too many wait.
         """
         self._refuse_gone()
-        return self._keeper.traffic.open(request)
+        return self._streams.open(request)
 
     async def switch(
         self,
         changes: Mapping[str, Any],
+        options: SwitchOptions = _PLAIN,
         *,
-        proof: str = "bytes",
-        convert: bool = True,
-        force: bool = False,
         timeout_s: float | None = None,
         on_stage: Callable[[str, float], None] | None = None,
     ) -> dict[str, Any]:
@@ -114,11 +151,9 @@ class Supervisor:
 
         Args:
             changes: the named fields of the placement; what is not named stays, a tensor split within a mode alone.
-            proof: bytes, positions or off.
-            convert: whether the carry may be converted.
-            force: go on in spite of what only a try speaks against.
+            options: how.
             timeout_s: longest wait for the token boundary, seconds; None: as long as it takes.
-            on_stage: told the stage and the share of it that is done.
+            on_stage: called with the stage and the share of it that is done.
 
         Returns:
             The outcome object of the contract; of a parked session with ``parked_at``.
@@ -130,28 +165,26 @@ class Supervisor:
             OrderFailed: the worker could not take it.
         """
         target = self._target(changes)
-        keeper = self._keeper
-        order = Switch(keeper.desk.number(), target, proof, convert=convert, force=force)
-        switch = keeper.switches.begin(order.order, target, time.monotonic())
-        keeper.on_stage = on_stage
-        answer = keeper.desk.put(order, OnLoss.HOLD)
-        keeper.flush()
-        if timeout_s is not None:
-            asyncio.get_running_loop().call_later(timeout_s, keeper.miss_boundary, switch)
+        order = orders.Switch(self._pending.number(), target, options)
+        self._switches.begin(order.order, target, time.monotonic(), timeout_s)
+        self._on_stage = on_stage
+        answer = self._pending.put(order, OnLoss.HOLD)
+        self._flush()
         outcome: dict[str, Any] = await asyncio.shield(answer)
         return outcome
 
     def cancel_switch(self) -> None:
         """Ask the switch under way to end in the old placement; without one nothing happens."""
-        self._keeper.cancel_switch()
+        if self._switches.under_way is not None:
+            self._switches.under_way.is_cancelled = True
+            self._manager.cancel()
 
-    async def check(self, changes: Mapping[str, Any], *, convert: bool = True, force: bool = False) -> dict[str, Any]:
+    async def check(self, changes: Mapping[str, Any], options: SwitchOptions = _PLAIN) -> dict[str, Any]:
         """Say what a switch would do.
 
         Args:
             changes: as for `switch`.
-            convert: as for `switch`.
-            force: as for `switch`.
+            options: as for `switch`.
 
         Returns:
             What the worker found (`orders.Checked`, as an object), the modes under ``requested`` and ``effective``, and
@@ -162,9 +195,8 @@ class Supervisor:
             OrderFailed: it could not be judged.
         """
         target = self._target(changes)
-        keeper = self._keeper
-        before, after = keeper.home.mode.value, target.mode.value
-        report: Checked = await self._ask(Check(keeper.desk.number(), target, convert=convert, force=force))
+        before, after = self._switches.effective.mode.value, target.mode.value
+        report: orders.Checked = await self._ask(orders.Check(self._pending.number(), target, options))
         return {
             "effective": before,
             "requested": after,
@@ -175,7 +207,7 @@ class Supervisor:
             "state_bytes": report.state_bytes,
             "weight_bytes": report.weight_bytes,
             "mem_available": report.mem_available,
-            "expected_s": keeper.switches.expected_s(before, after),
+            "expected_s": self._switches.expected_s(before, after),
         }
 
     async def save(self, path: Path) -> dict[str, Any]:
@@ -192,9 +224,9 @@ class Supervisor:
             OrderFailed: it could not be written.
         """
         self._refuse_gone()
-        saved = await self._save(path)
-        n_sequences, n_tokens = self._keeper.held
-        return {"path": str(path), "bytes": saved.n_bytes, "sequences": n_sequences, "tokens": n_tokens}
+        n_bytes = await self._save(path)
+        n_sequences, n_tokens = self._streams.ledger.held
+        return {"path": str(path), "bytes": n_bytes, "sequences": n_sequences, "tokens": n_tokens}
 
     async def restore(self, path: Path) -> dict[str, Any]:
         """Replace all that the session holds with a file; a parked session serves again with it.
@@ -210,16 +242,16 @@ class Supervisor:
             OrderFailed: the file cannot be used; the session is as it was.
             WorkerLost, DeadlineExceeded: a parked session's new worker was lost; it is parked as it was.
         """
-        if self._keeper.state is HostState.PARKED:
+        if self._state is HostState.PARKED:
             return await self._bring_back(path)
         self._refuse_busy()
-        n_streams = self._keeper.traffic.n_open
+        n_streams = self._streams.n_open
         if n_streams:
             raise Busy(f"{n_streams} streams, from which a restore would take their sequences")
         return await self._replace(path)
 
     async def stop(self, *, save: bool = True) -> dict[str, Any]:
-        """End the session: streams are told, it is saved, the worker is closed. A second call waits for the first.
+        """End the session: streams get an error, it is saved, the worker is closed. A second call waits for the first.
 
         Args:
             save: write what it holds to `HostConfig.save_path`.
@@ -233,59 +265,296 @@ class Supervisor:
 
     def status(self) -> dict[str, Any]:
         """Say how the session is, as JSON types."""
-        keeper = self._keeper
-        books, switches = keeper.traffic.books, keeper.switches
-        asked = keeper.home if switches.under_way is None else switches.under_way.target
-        is_served = self.state in {HostState.SERVING, HostState.SWITCHING}
-        last = switches.last
+        ledger, switches = self._streams.ledger, self._switches
+        switch, last, effective = switches.under_way, switches.last, switches.effective
+        is_served = self._state is HostState.SERVING
+        asked = effective.mode.value if switch is None else switch.target.mode.value
         return {
             "name": self._config.name,
             "state": self.state.value,
             "pid": os.getpid(),
             "worker_pid": self.worker_pid,
-            "model": dict(keeper.model) or {"path": str(self._config.model)},
-            "placement": keeper.home.to_json(),
-            "requested": asked.mode.value if last is None or switches.under_way is not None else last["requested"],
-            "effective": keeper.home.mode.value if is_served else None,
+            "model": dict(self._model),
+            "placement": effective.to_json(),
+            "requested": asked if last is None or switch is not None else last["requested"],
+            "effective": effective.mode.value if is_served else None,
             "sequences": [
-                {"seq_id": row.seq_id, "n_tokens": len(row.tokens), "state": books.state_of(row)} for row in books.rows
+                {"seq_id": row.seq_id, "n_tokens": len(row.tokens), "state": ledger.state_of(row)}
+                for row in ledger.rows
             ],
-            "streams": keeper.traffic.n_open,
-            "queued": keeper.traffic.n_waiting,
-            "tokens_per_second": books.tokens_per_second,
-            "stage": None if switches.under_way is None else switches.under_way.stage.value,
+            "streams": self._streams.n_open,
+            "queued": self._streams.n_waiting,
+            "tokens_per_second": ledger.tokens_per_second,
+            "stage": None if switch is None else switch.stage.value,
             "on_trial": switches.trial is not None,
             "last_switch": last,
             "switches": switches.summary(),
             "started_at": self._started_at,
-            "parked_at": None if keeper.parked_at is None else str(keeper.parked_at),
-            "recomputed": keeper.n_recomputed,
-            "worker_restarts": keeper.n_restarts,
+            "parked_at": to_plain(self._parked_at),
+            "recomputed": self._n_recomputed,
+            "worker_restarts": self._n_restarts,
         }
 
-    # ---- how it is done ----
+    # ---- what the manager asks, and what workers report ----
 
-    async def _open(self, order: Open) -> None:
+    @property
+    def seals(self) -> tuple[Seal, ...]:
+        """The carries that arenas hold, oldest first."""
+        return self._switches.seals
+
+    def opening(self, attempt: Attempt) -> orders.Open | None:
+        """Give the order that makes an attempt; None where there are no streams to end."""
+        if attempt.drops_streams and not self._streams.has_stuck:
+            return None
+        held = self._streams.ledger.snapshots()
+        return orders.Open(attempt.placement, self._config.adapters, force=True, seal=attempt.seal, sequences=held)
+
+    def take(self, report: orders.Report) -> None:
+        """Take a worker's report.
+
+        Raises:
+            ReportWrong: it cannot be.
+        """
+        match report:
+            case orders.Reading() | orders.Step() | orders.Ended() | orders.Forgot():
+                self._streams.take(report)
+            case orders.StageReached():
+                self._reached(report)
+            case orders.Sealed():
+                self._switches.sealed(report)
+            case orders.Unsealed():
+                self._switches.unsealed(report.arena)
+            case orders.Switched():
+                self._switched(report)
+            case orders.Trial():
+                outcome = self._switches.tried(report)
+                if not self._is_parked_by_worker(outcome):
+                    self._serve(self._switches.effective)
+                    self._publish_trial(outcome)
+            case orders.Replaced():
+                self._streams.ledger.replace(report.sequences)
+                self._pending.answer(report.order, report)
+            case orders.Tokenized() | orders.Checked() | orders.Saved():
+                self._pending.answer(report.order, report)
+            case orders.Failed():
+                self._switches.not_taken(report.order)
+                self._pending.answer(report.order, report)
+                self._flush()
+        self._expect()
+
+    def _reached(self, report: orders.StageReached) -> None:
+        was_moving = self._switches.is_moving
+        stage = self._switches.reached(report, time.monotonic())
+        switch = self._switches.under_way
+        if switch is not None and self._switches.is_moving and not was_moving:
+            self._streams.pause(f"the session is moved to {switch.target.mode.value} mode")
+        if switch is not None and stage is Stage.QUIESCING and switch.timeout_s is not None:
+            asyncio.get_running_loop().call_later(switch.timeout_s, self._miss_boundary, switch)
+        if self._on_stage is not None:
+            self._on_stage(stage.value, report.share)
+        self._hub.publish(events.SwitchStage(stage.value, report.share))
+
+    def _miss_boundary(self, switch: UnderWay) -> None:
+        """Cancel a switch for which the token boundary is overdue."""
+        if switch is self._switches.under_way and not switch.is_begun and not switch.is_cancelled:
+            switch.is_late = True
+            self.cancel_switch()
+
+    def _switched(self, report: orders.Switched) -> None:
+        outcome = self._switches.switched(report, time.monotonic())
+        if self._is_parked_by_worker(outcome):
+            return
+        self._serve(self._switches.effective)
+        self._publish_switch(outcome, report.order)
+        self._streams.resume()
+        self._flush()
+
+    def _publish_switch(self, outcome: dict[str, Any], order: int) -> None:
+        self._on_stage = None
+        self._pending.answer(order, outcome)
+        self._hub.publish(events.SwitchEnded(outcome))
+
+    def _publish_trial(self, outcome: dict[str, Any]) -> None:
+        if outcome["status"] != "switched":
+            self._log(f"the switch to {outcome['requested']} was fallen back from: {outcome['reason']}")
+        self._hub.publish(events.TrialEnded(outcome))
+
+    def _is_parked_by_worker(self, outcome: Mapping[str, Any]) -> bool:
+        """End a worker that has parked the session: a new one may find the room that it did not."""
+        if outcome["status"] != "parked":
+            return False
+        self._files.note_parked_by_worker(outcome)
+        self._manager.give_up(str(outcome.get("reason") or "the worker could not go on"))
+        return True
+
+    # ---- a worker serves ----
+
+    async def _open(self, order: orders.Open) -> None:
         """Open the session where nothing runs yet.
 
         Raises:
-            OrderFailed, WorkerLost, DeadlineExceeded: as `start`.
+            OrderFailed, WorkerLost, DeadlineExceeded, OSError: as `start`.
         """
-        opened = await self._keeper.open(order)
+        opened = await self._manager.open(order)
         if isinstance(opened, End):
-            raise _error_of(opened)
-        self._keeper.serve(opened)
-        self._keeper.switches.serve_in(opened.placement)
+            raise opened.error()
+        self._take_opened(opened)
+        self._switches.effective = opened.placement
 
-    async def _ask(self, order: Check | Save | Restore) -> Any:
-        answer = self._keeper.desk.put(order, OnLoss.FAIL)
-        self._keeper.flush()
+    def _take_opened(self, opened: orders.Opened) -> None:
+        self._model = opened.model
+        self._n_recomputed += opened.recomputed
+        self._serve(opened.placement)
+
+    def _serve(self, placement: Placement) -> None:
+        """Have the sequences of the placement that a worker serves in."""
+        self._streams.resize(placement.n_seq_max)
+
+    def _go_on(self) -> None:
+        """Let everything go on that waited for a worker."""
+        self._state = HostState.SERVING
+        self._streams.back()
+        self._flush()
+
+    def _flush(self) -> None:
+        """Give the worker what waits for it, if one serves."""
+        if self._manager.is_open and self._state is not HostState.RECOVERING:
+            for order in self._pending.unsent():
+                self._manager.send(order)
+            if self._state is HostState.SERVING and not self._switches.is_moving and not self._is_replacing:
+                self._streams.start_waiting()
+        self._expect()
+
+    def _expect(self) -> None:
+        """Let the worker's silence be measured as long as it owes something."""
+        owes = self._pending.is_expecting or self._streams.ledger.is_working or self._state is HostState.STOPPING
+        has_file = self._pending.is_expecting_one_of(orders.Save, orders.Restore)
+        self._manager.expect(anything=owes, n_deadlines=_FILE_DEADLINES if has_file else 1.0)
+
+    async def _ask(self, order: orders.Check | orders.Save | orders.Restore) -> Any:
+        answer = self._pending.put(order, OnLoss.FAIL)
+        self._flush()
         return await asyncio.shield(answer)
 
-    async def _save(self, path: Path) -> Saved:
-        saved: Saved = await self._ask(Save(self._keeper.desk.number(), path))
-        self._keeper.hub.tell(SessionSaved(path, saved.n_bytes))
-        return saved
+    # ---- a worker is gone ----
+
+    def lost(self, pid: int, end: End) -> None:
+        """Note that a worker is gone; the session recovers if it was serving."""
+        reason = end.reason
+        if end.failure is not None and end.failure.fault is Fault.PARKED:
+            self._files.note_parked_by_worker(end.failure.body)
+        if self._state is not HostState.SERVING:
+            # Whoever opened it, or is closing it, goes on from here.
+            self._pending.lost(reason)
+            return
+        loss = self._switches.lost(
+            had_progress=self._streams.had_progress,
+            was_idle=not (self._pending.is_expecting or self._streams.ledger.is_working),
+            was_killed=end.was_killed,
+        )
+        self._state, self._lost_at = HostState.RECOVERING, time.monotonic()
+        self._log(f"{reason}; recovering")
+        self._hub.publish(events.WorkerGone(pid, reason))
+        self._pending.lost(reason)
+        self._streams.lost(reason)
+        self._spawn(self._recover(loss, reason))
+
+    async def _recover(self, loss: Loss, reason: str) -> None:
+        """Serve in another worker, or park the session when nothing is left to try."""
+        found = await self._manager.recover(loss, reason)
+        if isinstance(found, End):
+            await self._park(reason if found.reason == reason else f"{reason}; then {found.reason}")
+        else:
+            self._go_on_recovered(found, reason)
+
+    def _go_on_recovered(self, found: Recovered, reason: str) -> None:
+        opened, mode = found.opened, found.opened.placement.mode.value
+        if found.attempt.drops_streams:
+            self._streams.drop_stuck(found.why)
+        self._take_opened(opened)
+        self._n_restarts += 1
+        self._files.forget_parked_by_worker()
+        self._end_switches(opened.placement, reason, recomputed=opened.recomputed)
+        ms = (time.monotonic() - self._lost_at) * 1e3
+        self._hub.publish(events.SessionRecovered(self.worker_pid or 0, mode, opened.recomputed, ms))
+        self._log(f"the session serves again, in {mode} mode{', read again from its tokens' * opened.recomputed}")
+        self._go_on()
+
+    def _end_switches(self, placement: Placement | None, reason: str, *, recomputed: bool) -> None:
+        """End the switch that was under way or on trial when the worker was lost."""
+        switch, held = self._switches.under_way, self._streams.ledger.held
+        outcomes = self._switches.recovered(
+            placement, reason, recomputed=recomputed, held=held, now=time.monotonic(), lost_at=self._lost_at
+        )
+        if placement is None:
+            for outcome in outcomes:
+                outcome["parked_at"] = to_plain(self._parked_at)
+        if switch is not None:
+            self._publish_switch(outcomes.pop(), switch.order)
+        for outcome in outcomes:
+            self._publish_trial(outcome)
+
+    # ---- files ----
+
+    async def _park(self, reason: str) -> None:
+        """Put the session on disk, and tell everybody where."""
+        path = await self._write(self._config.park_path) or self._files.parked_by_worker
+        if path == self._config.park_path:
+            self._files.forget_parked_by_worker()
+        self._parked, self._state = events.SessionParked(path, reason), HostState.PARKED
+        self._end_switches(None, reason, recomputed=False)
+        self._pending.fail(Parked(path, reason))
+        where = f"is parked at {path}: splitctl restore {path} brings it back" if path else "could not be saved"
+        text = f"{reason}; the session {where}"
+        self._streams.end_all(text)
+        self._log(text)
+        self._hub.publish(self._parked)
+
+    async def _bring_back(self, path: Path) -> dict[str, Any]:
+        """Open a parked session again, where it served, and restore a file into it."""
+        self._state = HostState.LOADING
+        try:
+            await self._open(orders.Open(self._switches.effective, self._config.adapters, force=True))
+            restored = await self._replace(path)
+        except BaseException as error:
+            await self._manager.end(_GRACE_S)
+            self._state = HostState.PARKED
+            self._streams.end_all(f"the session is still parked: {error}")
+            raise
+        self._parked = None
+        self._go_on()
+        self._log(f"the session serves again, from {path}")
+        return restored
+
+    async def _replace(self, path: Path) -> dict[str, Any]:
+        """Let the worker restore a file; streams that come meanwhile wait."""
+        self._is_replacing = True
+        try:
+            report: orders.Replaced = await self._ask(orders.Restore(self._pending.number(), path))
+        finally:
+            self._is_replacing = False
+            self._flush()
+        return {
+            "path": str(path),
+            "sequences": len(report.sequences),
+            "tokens": sum(len(one.tokens) for one in report.sequences),
+            "conversions": list(report.conversions),
+            "recomputed": report.recomputed,
+            "reason": report.reason,
+        }
+
+    async def _write(self, path: Path) -> Path | None:
+        """Write the session without a worker; gives the path, or None where it could not be written."""
+        arenas = [(self._manager.arena_of(seal), seal) for seal in reversed(self.seals)]
+        sealed = [(fd, seal) for fd, seal in arenas if fd is not None]
+        sequences, placement = self._streams.ledger.snapshots(), self._switches.effective
+        return await self._files.write(path, sequences, model=self._model, placement=placement, sealed=sealed)
+
+    async def _save(self, path: Path) -> int:
+        """Let the worker save the session; gives the bytes written."""
+        saved: orders.Saved = await self._ask(orders.Save(self._pending.number(), path))
+        self._hub.publish(events.SessionSaved(path, saved.n_bytes))
+        return saved.n_bytes
 
     async def _save_own(self) -> None:
         """Save the session in its place.
@@ -297,120 +566,75 @@ class Supervisor:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         await self._save(path)
 
-    async def _replace(self, path: Path) -> dict[str, Any]:
-        """Let the worker restore a file; streams that come meanwhile wait."""
-        keeper = self._keeper
-        keeper.is_replacing = True
-        try:
-            report: Replaced = await self._ask(Restore(keeper.desk.number(), path))
-        finally:
-            keeper.is_replacing = False
-            keeper.flush()
-        return {
-            "path": str(path),
-            "sequences": len(report.books),
-            "tokens": sum(len(book.tokens) for book in report.books),
-            "conversions": list(report.conversions),
-            "recomputed": report.recomputed,
-            "reason": report.reason,
-        }
-
-    async def _bring_back(self, path: Path) -> dict[str, Any]:
-        """Open a parked session again, where it served, and restore a file into it."""
-        keeper = self._keeper
-        keeper.state = HostState.LOADING
-        try:
-            await self._open(Open(keeper.home, self._config.adapters, force=True))
-            restored = await self._replace(path)
-        except BaseException as error:
-            await keeper.end_worker(_GRACE_S)
-            keeper.state = HostState.PARKED
-            keeper.traffic.end_all(f"the session is still parked: {error}")
-            raise
-        keeper.parked_at, keeper.park_reason = None, ""
-        keeper.go_on()
-        self._tell(f"the session serves again, from {path}")
-        return restored
-
-    async def _stop(self, *, save: bool) -> dict[str, Any]:
-        keeper = self._keeper
-        was_parked = keeper.state is HostState.PARKED
-        was_serving = keeper.state is HostState.SERVING
-        self.cancel_switch()
-        keeper.state = HostState.STOPPING
-        await keeper.end_tasks()
-        keeper.traffic.end_all("the session is being stopped")
-        path = keeper.parked_at
-        if save and not was_parked and keeper.held != (0, 0):
-            path = await self._save_last(is_served=was_serving)
-        await keeper.end_worker(_GRACE_S)
-        keeper.desk.fail(Busy("its end"))
-        keeper.give_back()
-        keeper.hub.close()
-        return {"path": None if path is None else str(path)}
-
-    async def _save_last(self, *, is_served: bool) -> Path | None:
-        """Save what the session holds, by its worker or, where that fails, without it."""
-        keeper, path = self._keeper, self._config.save_path
-        if is_served and keeper.life is not None:
-            try:
-                await self._save_own()
-            except (SplitctlError, OSError) as error:
-                self._tell(f"the worker could not save the session: {error}")
-            else:
-                return path
-        return await keeper.write(path)
-
     async def _checkpoints(self, every_s: float) -> None:
         """Save the session again and again, while it changes."""
-        keeper = self._keeper
-        saved = keeper.traffic.books.version
+        saved = self._streams.ledger.version
         while True:
             await asyncio.sleep(every_s)
-            version = keeper.traffic.books.version
+            version = self._streams.ledger.version
             if self.state is not HostState.SERVING or version == saved:
                 continue
             try:
                 await self._save_own()
             except (SplitctlError, OSError) as error:
-                self._tell(f"the session could not be saved to {self._config.save_path}: {error}")
+                self._log(f"the session could not be saved to {self._config.save_path}: {error}")
             else:
                 saved = version
 
-    def _offer_saved(self) -> None:
-        """Say that a saved session could be gone on with."""
-        found = [path for path in (self._config.park_path, self._config.save_path) if path.is_file()]
-        if found:
-            newest = max(found, key=lambda path: path.stat().st_mtime)
-            other = " (or serve --resume)" if newest == self._config.save_path else ""
-            self._tell(f"a saved session is there: splitctl restore {newest}{other} goes on with it")
+    # ---- the end ----
+
+    async def _stop(self, *, save: bool) -> dict[str, Any]:
+        was_parked, was_serving = self._state is HostState.PARKED, self._state is HostState.SERVING
+        self.cancel_switch()
+        self._state = HostState.STOPPING
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._streams.end_all("the session is being stopped")
+        path = self._parked_at
+        if save and not was_parked and self._streams.ledger.held != (0, 0):
+            path = await self._save_last(is_served=was_serving)
+        await self._manager.close(_GRACE_S)
+        self._pending.fail(Busy("its end"))
+        self._hub.close()
+        return {"path": None if path is None else str(path)}
+
+    async def _save_last(self, *, is_served: bool) -> Path | None:
+        """Save what the session holds, by its worker or, where that fails, without it."""
+        if is_served and self._manager.is_open:
+            try:
+                await self._save_own()
+            except (SplitctlError, OSError) as error:
+                self._log(f"the worker could not save the session: {error}")
+            else:
+                return self._config.save_path
+        return await self._write(self._config.save_path)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Let something go on beside everything else, until it ends or the session does."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ---- what cannot be done now ----
 
     def _target(self, changes: Mapping[str, Any]) -> Placement:
         """Give the whole target of a switch."""
         self._refuse_gone()
         self._refuse_busy()
-        return self._keeper.home.changed(**changes)
+        return self._switches.effective.changed(**changes)
 
     def _refuse_gone(self) -> None:
-        keeper = self._keeper
-        if keeper.state is HostState.PARKED:
-            raise Parked(keeper.parked_at, keeper.park_reason)
-        if keeper.state is HostState.STOPPING:
+        if self._parked is not None and self._state is HostState.PARKED:
+            raise Parked(self._parked.path, self._parked.reason)
+        if self._state is HostState.STOPPING:
             raise Busy("its end")
 
     def _refuse_busy(self) -> None:
-        keeper = self._keeper
-        if keeper.switches.under_way is not None:
-            raise Busy(f"a switch to {keeper.switches.under_way.target.mode.value}")
-        if keeper.is_replacing:
+        if self._switches.under_way is not None:
+            raise Busy(f"a switch to {self._switches.under_way.target.mode.value}")
+        if self._is_replacing:
             raise Busy("a restore")
-        if keeper.state is not HostState.SERVING:
-            raise Busy({HostState.RECOVERING: "recovering from the loss of its worker"}.get(keeper.state, "loading"))
-
-
-def _error_of(end: End) -> Exception:
-    """Give the error of a worker that could not open the session."""
-    if end.failure is not None:
-        failure = end.failure
-        return OrderFailed(failure.fault, failure.kind, failure.message, failure.body)
-    return end.lost or OrderFailed(Fault.INTERNAL, "WorkerLost", f"{end.reason}; splitctl doctor shows the library")
+        if self._state is not HostState.SERVING:
+            raise Busy("recovering from the loss of its worker" if self._state is HostState.RECOVERING else "loading")

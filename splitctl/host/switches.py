@@ -1,7 +1,9 @@
 """The switches of a hosted session as its supervisor follows them: under way, on trial, over. Pure.
 
+What a switch whose worker died comes to is said here; where the session goes on after it is `recovery`'s to say.
+
 Laws:
-    1. A switch ends with one outcome, whoever is left to tell it: the worker, or this module when the worker is gone.
+    1. A switch ends with one outcome, whoever is left to report it: the worker, or this module when the worker is gone.
     2. A carry counts as sealed from the report that says so to the one that says that it is about to be overwritten.
     3. Requested and effective are two fields, here too.
 """
@@ -23,13 +25,15 @@ from splitctl.outcome import Stage, StageTimes, SwitchOutcome, SwitchStatus
 from splitctl.placement import Placement
 from splitctl.switching.machine import FALLING_BACK
 
-#: Outcomes that are kept, for what a switch will take.
+#: Switches that are kept, for what the next one will take.
 _KEPT = 256
+#: Those of them whose outcomes are shown.
+_SHOWN = 16
 
 _BACK = FALLING_BACK | {Stage.RECOMPUTING, Stage.PARKING}
 """Stages after something failed: where it failed is the stage before."""
 
-_SECONDS = 1e3
+_MS = 1e3
 
 
 @dataclass(slots=True)
@@ -67,6 +71,16 @@ class UnderWay:
     stage_at: float = 0.0
 
 
+@dataclass(slots=True, eq=False)
+class _Ended:
+    """A switch that is over: the modes, how long it took, seconds, and its outcome as it is by now."""
+
+    before: str
+    after: str
+    took_s: float
+    outcome: dict[str, Any]
+
+
 @dataclass(frozen=True, slots=True)
 class OnTrial:
     """A switch whose first decode is still to come.
@@ -75,49 +89,55 @@ class OnTrial:
         order: number of the order.
         original: where the session goes if that fails.
         seal: the carry that goes with it.
-        outcome: the outcome as the worker gave it.
+        ended: its outcome so far.
     """
 
     order: int
     original: Placement
     seal: Seal | None
-    outcome: dict[str, Any]
-
-
-@dataclass(slots=True)
-class _Past:
-    """A switch that is over: the modes, how it ended, and how long it took, seconds."""
-
-    before: str
-    after: str
-    status: str
-    took_s: float
+    ended: _Ended
 
 
 class Switches:
-    """All switches of one session.
+    """All switches of one session, and where it serves.
+
+    Attributes:
+        effective: where the session serves; without a worker where it belongs, before the first one where it begins.
+        previous: where it served before that; None where it did not, or where that has failed.
+        under_way: the switch that a worker is at.
+        trial: the switch whose first decode is still to come.
 
     Thread: the supervisor's loop, alone.
     """
 
-    def __init__(self) -> None:
-        """Begin without any."""
+    def __init__(self, placement: Placement) -> None:
+        """Begin without any, in a placement."""
+        self.effective = placement
+        self.previous: Placement | None = None
         self.under_way: UnderWay | None = None
         self.trial: OnTrial | None = None
-        self.last: dict[str, Any] | None = None
-        self.effective: Placement | None = None
-        self.previous: Placement | None = None
         self._seals: dict[int, Seal] = {}
-        self._past: deque[_Past] = deque(maxlen=_KEPT)
+        self._ended: deque[_Ended] = deque(maxlen=_KEPT)
+        self._newest: _Ended | None = None
 
     @property
     def seals(self) -> tuple[Seal, ...]:
         """The carries that arenas hold, oldest first."""
         return tuple(self._seals.values())
 
+    @property
+    def last(self) -> dict[str, Any] | None:
+        """The newest outcome, that of a trial included; None before the first."""
+        return None if self._newest is None else self._newest.outcome
+
+    @property
+    def recent(self) -> list[dict[str, Any]]:
+        """Outcomes of the last switches as they are by now, oldest first."""
+        return [one.outcome for one in self._ended][-_SHOWN:]
+
     def serve_in(self, placement: Placement) -> None:
         """Note where the session serves now."""
-        if self.effective is not None and self.effective.differs(placement):
+        if self.effective.differs(placement):
             self.previous = self.effective
         self.effective = placement
 
@@ -126,12 +146,10 @@ class Switches:
         """Whether a switch has passed the token boundary: streams stand still."""
         return self.under_way is not None and self.under_way.is_begun
 
-    # ---- what is asked and told ----
+    # ---- what is asked and reported ----
 
     def begin(self, order: int, target: Placement, now: float, timeout_s: float | None = None) -> UnderWay:
         """Take a switch that a worker is ordered to do."""
-        if self.effective is None:
-            raise ReportWrong("a switch of a session that serves nowhere")
         self.under_way = UnderWay(order, target, self.effective, now, timeout_s, stage_at=now)
         return self.under_way
 
@@ -197,45 +215,39 @@ class Switches:
             # Not the end: a new worker may find the room that this one did not.
             return outcome
         self.under_way = None
+        ended = self._end(switch, outcome, now)
         if status is SwitchStatus.SWITCHED and not outcome.get("confirmed"):
-            self.trial = OnTrial(switch.order, switch.original, switch.seal, outcome)
+            self.trial = OnTrial(switch.order, switch.original, switch.seal, ended)
         elif switch.seal is not None:
             self.trial = None
         if effective is not None:
             self.serve_in(effective)
-        self._keep(outcome, switch, now)
         return outcome
 
     def tried(self, report: Trial) -> dict[str, Any]:
         """Take the outcome of a switch after its first decode.
 
         Raises:
-            ReportWrong: it is no outcome.
+            ReportWrong: it is no outcome, or there was no switch.
         """
-        status, effective = read_outcome(report.outcome)
+        outcome = dict(report.outcome)
+        status, effective = read_outcome(outcome)
         if status is SwitchStatus.PARKED:
             # As above: the trial is over when the session serves again, or nothing is left to try.
-            return dict(report.outcome)
-        self.trial = None
-        self.last = dict(report.outcome)
+            return outcome
+        self._end_trial(outcome)
         if status is not SwitchStatus.SWITCHED:
             self._fall_back(effective)
-            if self.under_way is not None and self.effective is not None:
+            if self.under_way is not None:
                 # One that is still being checked begins where the session serves now.
                 self.under_way.original = self.effective
-        return self.last
+        return outcome
 
     # ---- a worker is gone ----
 
-    def loss(self, *, had_progress: bool, was_idle: bool, was_killed: bool) -> Loss:
-        """Say where the session belongs, now that its worker is gone; the arguments are the loss's.
-
-        Raises:
-            ReportWrong: it has never served.
-        """
-        if self.effective is None:
-            raise ReportWrong("a session that has never served")
-        home: Placement = self.effective
+    def lost(self, *, had_progress: bool, was_idle: bool, was_killed: bool) -> Loss:
+        """Say where the session belongs, now that its worker is gone; the arguments are the loss's."""
+        home = self.effective
         seal = self.seals[-1] if self._seals else None
         switch, trial = self.under_way, self.trial
         target = None if switch is None else switch.target
@@ -243,6 +255,7 @@ class Switches:
             home, seal = switch.original, switch.seal
         elif trial is not None:
             home, seal, target = trial.original, trial.seal, self.effective
+        self.effective = home
         held = seal if seal in self.seals else None
         return Loss(home, held, self.previous, target, had_progress, was_idle, was_killed)
 
@@ -271,16 +284,17 @@ class Switches:
         """
         outcomes = []
         switch, trial = self.under_way, self.trial
-        fallback_ms = (now - lost_at) * _SECONDS
+        fallback_ms = (now - lost_at) * _MS
         if trial is not None and (switch is None or switch.seal is None):
-            self.last = _trial_lost(trial.outcome, placement, reason, recomputed=recomputed, fallback_ms=fallback_ms)
-            outcomes.append(self.last)
+            before = trial.ended.outcome
+            outcomes.append(_trial_lost(before, placement, reason, recomputed=recomputed, fallback_ms=fallback_ms))
+            self._end_trial(outcomes[0])
         if switch is not None:
             self._leave(switch, lost_at)
             outcome = _switch_lost(switch, placement, reason, recomputed=recomputed, held=held)
-            outcome |= {"total_ms": (now - switch.started_at) * _SECONDS, "fallback_ms": fallback_ms}
+            outcome |= {"total_ms": (now - switch.started_at) * _MS, "fallback_ms": fallback_ms}
             outcomes.append(outcome)
-            self._keep(outcome, switch, now)
+            self._end(switch, outcome, now)
         self.trial = self.under_way = None
         if outcomes:
             self._fall_back(placement)
@@ -288,17 +302,22 @@ class Switches:
             self.serve_in(placement)
         return outcomes
 
+    # ---- what is over ----
+
     def summary(self) -> dict[str, Any]:
-        """Tell the switches so far: how many, how they ended, and what those that succeeded took."""
-        ended = Counter(one.status for one in self._past)
-        ways = sorted({(one.before, one.after) for one in self._past if one.status == SwitchStatus.SWITCHED.value})
-        took = [{"from": one, "to": other, "median_s": self.expected_s(one, other)} for one, other in ways]
-        return {"count": len(self._past), "ended": dict(ended), "took": took}
+        """Sum up the switches so far: how many, how they ended, and what those that succeeded took."""
+        succeeded = sorted({(one.before, one.after) for one in self._ended if _has_succeeded(one)})
+        return {
+            "count": len(self._ended),
+            "ended": dict(Counter(str(one.outcome["status"]) for one in self._ended)),
+            "took": [{"from": one, "to": other, "median_s": self.expected_s(one, other)} for one, other in succeeded],
+        }
 
     def expected_s(self, before: str, after: str) -> float | None:
         """Say what a switch between two modes has taken so far, seconds; None where there was none."""
-        wanted = (before, after, SwitchStatus.SWITCHED.value)
-        times = [one.took_s for one in self._past if (one.before, one.after, one.status) == wanted]
+        times = [
+            one.took_s for one in self._ended if (one.before, one.after) == (before, after) and _has_succeeded(one)
+        ]
         return median(times) if times else None
 
     def _of(self, order: int) -> UnderWay:
@@ -310,7 +329,7 @@ class Switches:
         """End the time of the present stage."""
         if switch.stage.value in StageTimes.__slots__:
             spent = switch.stages_ms.get(switch.stage.value, 0.0)
-            switch.stages_ms[switch.stage.value] = spent + (now - switch.stage_at) * _SECONDS
+            switch.stages_ms[switch.stage.value] = spent + (now - switch.stage_at) * _MS
         switch.stage_at = now
 
     def _fall_back(self, placement: Placement | None) -> None:
@@ -318,13 +337,23 @@ class Switches:
         if placement is not None:
             self.effective = placement
         self.previous = None
-        if self.under_way is None and self._past and self.last is not None:
-            self._past[-1].status = str(self.last["status"])
 
-    def _keep(self, outcome: dict[str, Any], switch: UnderWay, now: float) -> None:
-        self.last = outcome
+    def _end(self, switch: UnderWay, outcome: dict[str, Any], now: float) -> _Ended:
         took_s = now - switch.started_at
-        self._past.append(_Past(switch.original.mode.value, switch.target.mode.value, str(outcome["status"]), took_s))
+        self._newest = _Ended(switch.original.mode.value, switch.target.mode.value, took_s, outcome)
+        self._ended.append(self._newest)
+        return self._newest
+
+    def _end_trial(self, outcome: dict[str, Any]) -> None:
+        if self.trial is not None:
+            self._newest, self.trial = self.trial.ended, None
+        if self._newest is None:
+            raise ReportWrong("the end of a trial, and there was no switch")
+        self._newest.outcome = outcome
+
+
+def _has_succeeded(ended: _Ended) -> bool:
+    return bool(ended.outcome["status"] == SwitchStatus.SWITCHED.value)
 
 
 def read_outcome(outcome: Mapping[str, Any]) -> tuple[SwitchStatus, Placement | None]:

@@ -27,7 +27,6 @@ from splitctl.http.devices import Devices
 from splitctl.http.errors import ApiError, api_error
 from splitctl.http.intake import Intake
 from splitctl.http.sse import EventStream
-from splitctl.http.watch import Watch
 from splitctl.ipc.wire import from_object, shown
 from splitctl.placement import SplitMode
 
@@ -50,7 +49,6 @@ class Admin:
         self,
         host: SessionService,
         intake: Intake,
-        watch: Watch,
         devices: Devices,
         folder: Path | None,
         *,
@@ -61,14 +59,12 @@ class Admin:
         Args:
             host: does the work.
             intake: reads bodies.
-            watch: knows the last switches.
             devices: knows their memory.
             folder: where files are saved and restored; None: nowhere.
             is_open: whether the session may be changed: there is a key, or the server listens to this machine alone.
         """
         self._host = host
         self._intake = intake
-        self._watch = watch
         self._devices = devices
         self._folder = folder
         self._is_open = is_open
@@ -128,7 +124,8 @@ class Admin:
         status = self._host.status()
         model = _without_folder(status.get("model") or {})
         devices = self._devices.read(status)
-        return JSONResponse({**status, "model": model, "recent_switches": self._watch.outcomes, "devices": devices})
+        recent = self._host.recent_switches()
+        return JSONResponse({**status, "model": model, "recent_switches": recent, "devices": devices})
 
     async def modes(self, _request: Request) -> Response:
         """Say for each mode whether a switch to it would be allowed, and why not."""

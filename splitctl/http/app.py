@@ -25,7 +25,6 @@ from splitctl.http.errors import ApiError, api_error
 from splitctl.http.guard import App, Guard
 from splitctl.http.intake import HttpLimits, Intake
 from splitctl.http.metrics import CONTENT_TYPE, Metrics
-from splitctl.http.watch import Watch
 from splitctl.ipc.wire import shown
 
 Answer = Callable[[Request], Awaitable[Response]]
@@ -50,9 +49,8 @@ class Service:
         self,
         host: SessionService,
         *,
-        watch: Watch,
         devices: Devices,
-        tell: Callable[[str], None],
+        log: Callable[[str], None],
         api_keys: Sequence[str] = (),
         host_names: Sequence[str] = (),
         origins: Sequence[str] = (),
@@ -64,9 +62,8 @@ class Service:
 
         Args:
             host: does the work.
-            watch: knows the last switches.
             devices: knows their memory.
-            tell: takes lines for the log.
+            log: takes lines for the log.
             api_keys: any of them opens; none: no key is asked for.
             host_names: names that the server is reached by.
             origins: pages elsewhere that may use it.
@@ -77,7 +74,7 @@ class Service:
         metrics = Metrics(host)
         intake = Intake(limits)
         self.chat = Chat(host, intake, metrics.done)
-        admin = Admin(host, intake, watch, devices, folder, is_open=bool(api_keys) or is_loopback)
+        admin = Admin(host, intake, devices, folder, is_open=bool(api_keys) or is_loopback)
         app = Starlette(
             routes=[
                 Route(path, _counted(answer, path, metrics), methods=[method])
@@ -87,7 +84,7 @@ class Service:
         )
         # A redirect would be built from the Host header, which may be anything.
         app.router.redirect_slashes = False
-        guarded = Guard(app, api_keys=api_keys, hosts=host_names, origins=origins, is_loopback=is_loopback, tell=tell)
+        guarded = Guard(app, api_keys=api_keys, hosts=host_names, origins=origins, is_loopback=is_loopback, log=log)
         # Outermost, so that the pages that may use the server can read its refusals as well.
         self.app: App = (
             CORSMiddleware(guarded, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])

@@ -46,7 +46,7 @@ class Guard:
         hosts: Sequence[str],
         origins: Sequence[str],
         is_loopback: bool,
-        tell: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         """Stand before an app.
 
@@ -56,14 +56,14 @@ class Guard:
             hosts: names that this server is reached by, beside addresses of this very machine.
             origins: pages elsewhere that may use it.
             is_loopback: whether it listens to this machine alone.
-            tell: takes a line for the log.
+            log: takes a line for the log.
         """
         self._app = app
         self._keys = [hashlib.sha256(key.encode()).digest() for key in api_keys]
         self._hosts = {host.lower() for host in hosts}
         self._origins = set(origins)
         self._is_loopback = is_loopback
-        self._tell = tell
+        self._log = log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -88,7 +88,7 @@ class Guard:
             # It hung up, or does not read: there is nobody to tell.
             return
         except Exception as error:  # noqa: BLE001 - the last stand: a fault of ours must not end the host
-            self._tell(f"http: {scope['method']} {scope['path']!r} failed: {type(error).__name__}: {error}")
+            self._log(f"http: {scope['method']} {scope['path']!r} failed: {type(error).__name__}: {error}")
             failure = ApiError(500, "a fault of splitctl; its log says more, please report it", code="internal")
         else:
             return

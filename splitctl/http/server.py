@@ -24,7 +24,6 @@ from splitctl.http.app import Service
 from splitctl.http.connections import connection_class
 from splitctl.http.devices import Devices
 from splitctl.http.intake import MAX_HEAD_BYTES, HttpLimits
-from splitctl.http.watch import Watch
 
 #: From an answer to the next request on its connection [seconds].
 _KEEP_ALIVE_S = 15
@@ -64,21 +63,20 @@ class HttpServer:
     Thread: the loop's. Lifetime: from `listen` to `close`.
     """
 
-    def __init__(self, host: SessionService, config: HttpConfig, *, tell: Callable[[str], None]) -> None:
+    def __init__(self, host: SessionService, config: HttpConfig, *, log: Callable[[str], None]) -> None:
         """Nothing is opened yet.
 
         Args:
             host: does the work.
             config: how to listen.
-            tell: takes lines for the log.
+            log: takes lines for the log.
         """
         self._host = host
         self._config = config
-        self._tell = tell
+        self._log = log
         self._sockets: list[socket.socket] = []
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._watch = Watch(host)
         self._service: Service | None = None
 
     @property
@@ -123,9 +121,8 @@ class HttpServer:
         is_loopback = _is_loopback(self._sockets[0].getsockname()[0])
         self._service = service = Service(
             self._host,
-            watch=self._watch,
             devices=Devices(config.visible_gpus),
-            tell=self._tell,
+            log=self._log,
             api_keys=config.api_keys,
             host_names=(config.host, socket.gethostname()),
             origins=config.origins,
@@ -152,8 +149,7 @@ class HttpServer:
             )
         )
         if not is_loopback and not config.api_keys:
-            self._tell("warning: other machines can reach this server, and no key is asked for; see --api-key")
-        self._watch.start()
+            self._log("warning: other machines can reach this server, and no key is asked for; see --api-key")
         self._serving = asyncio.create_task(self._server.serve(self._sockets))
 
     async def drain(self) -> None:
@@ -168,7 +164,6 @@ class HttpServer:
         if self._serving is not None:
             await asyncio.wait({self._serving})
             self._serving = None
-        await self._watch.stop()
         for listening in self._sockets:
             listening.close()
         self._sockets = []

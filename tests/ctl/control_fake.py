@@ -69,6 +69,10 @@ class FakeHost:
         """Say how often it was called."""
         return {"name": "fake", "state": "serving", "n": len(self.calls)}
 
+    def recent_switches(self) -> list[dict[str, Any]]:
+        """Say that there were none."""
+        return []
+
     async def generate(self, request: GenerateRequest) -> FakeStream:
         """Begin a stream."""
         self._take("generate", request=request)

@@ -12,7 +12,7 @@ from typing import Any
 from splitctl.carry.sequence import SamplerSpec
 from splitctl.control.requests import GenerateRequest
 from splitctl.host.config import HostConfig
-from splitctl.host.link import End, Listener
+from splitctl.host.link import End
 from splitctl.host.streams import Begun, Delta, Done, Stream, StreamEvent
 from splitctl.host.supervisor import Supervisor
 from splitctl.ipc.jobs import HostRequest
@@ -37,8 +37,8 @@ TENSOR = LAYER.changed(mode=SplitMode.TENSOR)
 GREEDY = SamplerSpec(temp=0.0)
 
 
-class ScriptedLife:
-    """Stands in for a worker: keeps the orders, and tells what the test lets it tell.
+class ScriptedLink:
+    """Stands in for a worker and the link to it: keeps the orders, and reports what the test lets it report.
 
     Attributes:
         sent: every order, oldest first.
@@ -46,13 +46,14 @@ class ScriptedLife:
         is_expected: whether its silence is measured.
     """
 
-    lives: list[ScriptedLife]
+    links: list[ScriptedLink]
 
     def __init__(
         self,
         request: HostRequest,
-        listener: Listener,
         *,
+        on_report: Callable[[Report], None],
+        on_end: Callable[[End], None],
         env: Mapping[str, str],
         deadline_s: float | None,
         pass_fds: Sequence[int],
@@ -64,10 +65,10 @@ class ScriptedLife:
         self.is_open = False
         self.fds = tuple(pass_fds)
         self.end: End | None = None
-        self._listener = listener
+        self._on_report, self._on_end = on_report, on_end
         self._ended = asyncio.get_running_loop().create_future()
-        self.lives.append(self)
-        self.pid = 1000 + len(self.lives)
+        self.links.append(self)
+        self.pid = 1000 + len(self.links)
 
     def send(self, order: Order) -> None:
         """Keep an order."""
@@ -92,28 +93,28 @@ class ScriptedLife:
     async def close(self, grace_s: float) -> None:
         """Close at once."""
         del grace_s
-        self.die("the worker closed", is_wanted=True)
+        self.die("the worker closed")
 
     # ---- for the test ----
 
-    def tell(self, *reports: Report) -> None:
-        """Tell reports."""
+    def report(self, *reports: Report) -> None:
+        """Report one after the other."""
         for report in reports:
             self.is_open = self.is_open or isinstance(report, Opened)
-            self._listener.report(self, report)  # type: ignore[arg-type]
+            self._on_report(report)
 
     def open(self, placement: Placement | None = None, *, recomputed: bool = False) -> None:
         """Serve where it was told to, or elsewhere."""
         first = self.sent[0]
         assert isinstance(first, Open)
-        self.tell(Opened(placement or first.placement, {"n_vocab": 260, "build": "b"}, recomputed=recomputed))
+        self.report(Opened(placement or first.placement, {"n_vocab": 260, "build": "b"}, recomputed=recomputed))
 
     def die(self, reason: str, **more: Any) -> None:
         """End."""
         if self.end is None:
             self.end = End(reason, **more)
             self._ended.set_result(self.end)
-            self._listener.ended(self, self.end)  # type: ignore[arg-type]
+            self._on_end(self.end)
 
     def starts(self) -> list[Start]:
         """The streams that it was given."""
@@ -122,19 +123,19 @@ class ScriptedLife:
     def read(self, stream: int) -> None:
         """Read a stream's prompt."""
         start = next(one for one in self.starts() if one.stream == stream)
-        self.tell(Reading(stream, len(start.tokens) - start.is_pending, 0, 1.0))
+        self.report(Reading(stream, len(start.tokens) - start.is_pending, 0, 1.0))
 
     def draw(self, stream: int, *tokens: int) -> None:
         """Draw tokens, each its own letter."""
         for token in tokens:
-            self.tell(Step((Drawn(stream, token, bytes([token]), 0),), 1.0))
+            self.report(Step((Drawn(stream, token, bytes([token]), 0),), 1.0))
 
     def finish(self, stream: int, why: str = "length") -> None:
         """End a stream."""
-        self.tell(Ended(stream, why))
+        self.report(Ended(stream, why))
 
 
-def told(tokens: Sequence[int], n_predict: int = -1, **more: Any) -> GenerateRequest:
+def request_of(tokens: Sequence[int], n_predict: int = -1, **more: Any) -> GenerateRequest:
     """Ask for a generation after tokens."""
     return GenerateRequest(tokens=tuple(tokens), n_predict=n_predict, sampler=more.pop("sampler", GREEDY), **more)
 

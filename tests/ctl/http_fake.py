@@ -88,6 +88,10 @@ class FakeSession:
         self._fail()
         return {"path": str(path)}
 
+    def recent_switches(self) -> list[dict[str, Any]]:
+        """Say that there were none."""
+        return []
+
     def subscribe(self) -> AsyncIterator[Any]:
         """Watch."""
         return self.hub.subscribe()
@@ -181,7 +185,7 @@ def site(config: HttpConfig | None = None) -> Iterator[Site]:
         loop, over = asyncio.get_running_loop(), asyncio.Event()
         ends.append(lambda: loop.call_soon_threadsafe(over.set))
         session, lines = FakeSession(), []  # type: ignore[var-annotated]
-        server = HttpServer(session, config or HttpConfig(port=0), tell=lines.append)
+        server = HttpServer(session, config or HttpConfig(port=0), log=lines.append)
         server.listen()
         await server.start()
         port = int(server.url.rpartition(":")[2])

@@ -15,8 +15,8 @@ pytestmark = needs_compiler
 
 
 def test_p8_an_abort_of_a_load_is_a_load_that_failed(tmp_path: Path) -> None:
-    """P8: tensor mode aborts for want of memory: the mode is unchanged, the tokens are the same, the signal is told."""
-    told: list[list[int]] = []
+    """P8: tensor mode aborts for want of memory: mode and tokens are unchanged, and the signal is named."""
+    answers: list[list[int]] = []
 
     async def script(stage: Stage) -> None:
         for is_disturbed in (False, True):
@@ -32,11 +32,11 @@ def test_p8_an_abort_of_a_load_is_a_load_that_failed(tmp_path: Path) -> None:
                 )
                 assert "died by signal 6" in outcome["reason"]
             assert (await client.end()).why is Why.LENGTH
-            told.append(client.tokens)
+            answers.append(client.tokens)
         assert stage.supervisor.status()["placement"]["mode"] == "layer"
 
     play(tmp_path, script)
-    assert told[0] == told[1]
+    assert answers[0] == answers[1]
 
 
 def test_r7_after_an_abort_the_next_attempt_is_a_process_of_its_own(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_r7_after_an_abort_the_next_attempt_is_a_process_of_its_own(tmp_path: Pa
 
 def test_p15_a_sampler_draws_on_where_it_was_after_a_switch_and_after_a_loss(tmp_path: Path) -> None:
     """P15: wherever samplers run, the draws after a switch, and in another process, are those without one."""
-    told: list[list[int]] = []
+    answers: list[list[int]] = []
 
     async def script(stage: Stage) -> None:
         for what in ("calm", "switch", "kill"):
@@ -73,10 +73,10 @@ def test_p15_a_sampler_draws_on_where_it_was_after_a_switch_and_after_a_loss(tmp
             elif what == "kill":
                 stage.kill()
             await client.end()
-            told.append(client.tokens)
+            answers.append(client.tokens)
 
     play(tmp_path, script)
-    assert told[0] == told[1] == told[2]
+    assert answers[0] == answers[1] == answers[2]
 
 
 def test_p19_a_fallback_differs_in_nothing_and_status_does_not_lie(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The books of a hosted session: what a worker tells goes in, what the next one must hold comes out."""
+"""The ledger of a hosted session: what a worker reports goes in, what the next one must hold comes out."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from splitctl.carry.sequence import SamplerSpec
-from splitctl.host.ledger import Ledger, ReportWrong, SequenceRow, StreamJob, choose_row, common
+from splitctl.carry.sequence import SamplerSpec, common
+from splitctl.host.ledger import Ledger, ReportWrong, SequenceRow, StreamJob, choose_row
 from splitctl.ipc.orders import Drawn, Ended, Reading, SequenceSnapshot, Start, Step
 
 _SAMPLER = SamplerSpec(seed=7)
@@ -29,15 +29,15 @@ def _step(*streams: int, token: int = 9, n_draws: int = 0, is_end: bool = False,
 
 
 def _running(n_seq_max: int = 2, *jobs: StreamJob) -> Ledger:
-    """Books with jobs on their sequences, their prompts read."""
-    books = Ledger(n_seq_max)
+    """A ledger with jobs on its sequences, their prompts read."""
+    ledger = Ledger(n_seq_max)
     for job in jobs:
-        books.add(job)
-    books.startable()
+        ledger.add(job)
+    ledger.startable()
     for job in jobs:
         if job.seq_id is not None:
-            books.reading(Reading(job.number, len(job.prompt), 0, 2.0))
-    return books
+            ledger.reading(Reading(job.number, len(job.prompt), 0, 2.0))
+    return ledger
 
 
 # ---- which sequence ----
@@ -77,95 +77,95 @@ def test_the_common_beginning_is_counted(one: list[int], other: list[int]) -> No
 
 def test_a_stream_is_booked_from_start_to_end() -> None:
     """What a stream reads and draws is what its sequence holds, and stays when it has ended."""
-    books = Ledger(1)
+    ledger = Ledger(1)
     job = _job(1, 1, 2, 3, n_predict=5)
-    books.add(job)
-    assert books.n_queued == 1
-    assert books.startable() == (Start(1, 0, (1, 2, 3), _SAMPLER, 5),)
-    assert books.books() == ()
-    assert books.reading(Reading(1, 2, 0, 4.0)) is job
-    assert books.books() == (SequenceSnapshot(0, (1, 2), sampler=_SAMPLER),)
-    assert books.state_of(books.rows[0]) == "reading"
-    assert books.step(_step(1, token=8, n_draws=1)) == [(job, Drawn(1, 8, b"x", 1))]
-    assert books.books() == (SequenceSnapshot(0, (1, 2, 3, 8), is_pending=True, sampler=_SAMPLER, n_draws=1),)
-    assert books.state_of(books.rows[0]) == "generating"
-    assert books.step(_step(1, token=0, n_draws=2, is_end=True))
+    ledger.add(job)
+    assert ledger.n_queued == 1
+    assert ledger.startable() == (Start(1, 0, (1, 2, 3), _SAMPLER, 5),)
+    assert ledger.snapshots() == ()
+    assert ledger.reading(Reading(1, 2, 0, 4.0)) is job
+    assert ledger.snapshots() == (SequenceSnapshot(0, (1, 2), sampler=_SAMPLER),)
+    assert ledger.state_of(ledger.rows[0]) == "reading"
+    assert ledger.step(_step(1, token=8, n_draws=1)) == [(job, Drawn(1, 8, b"x", 1))]
+    assert ledger.snapshots() == (SequenceSnapshot(0, (1, 2, 3, 8), is_pending=True, sampler=_SAMPLER, n_draws=1),)
+    assert ledger.state_of(ledger.rows[0]) == "generating"
+    assert ledger.step(_step(1, token=0, n_draws=2, is_end=True))
     assert (job.n_predicted, job.is_complete, job.n_left) == (1, True, 3)
-    assert books.ended(Ended(1, "eos")) is job
-    assert (books.is_working, books.state_of(books.rows[0])) == (False, "idle")
-    assert books.books() == (SequenceSnapshot(0, (1, 2, 3, 8, 0), is_pending=True, sampler=_SAMPLER, n_draws=2),)
+    assert ledger.ended(Ended(1, "eos")) is job
+    assert (ledger.is_working, ledger.state_of(ledger.rows[0])) == (False, "idle")
+    assert ledger.snapshots() == (SequenceSnapshot(0, (1, 2, 3, 8, 0), is_pending=True, sampler=_SAMPLER, n_draws=2),)
 
 
 def test_a_stream_goes_on_with_what_its_sequence_holds() -> None:
     """A start keeps what both have in common booked, and no more than that."""
-    books = _running(1, _job(1, 1, 2, 3))
-    books.step(_step(1, token=4))
-    books.ended(Ended(1, "length"))
-    books.add(_job(2, 1, 2, 7))
-    assert books.startable()[0].seq_id == 0
-    assert books.books() == (SequenceSnapshot(0, (1, 2), sampler=_SAMPLER),)
-    books.reading(Reading(2, 3, 2, 1.0))
-    assert books.jobs[2].n_reused == 2
+    ledger = _running(1, _job(1, 1, 2, 3))
+    ledger.step(_step(1, token=4))
+    ledger.ended(Ended(1, "length"))
+    ledger.add(_job(2, 1, 2, 7))
+    assert ledger.startable()[0].seq_id == 0
+    assert ledger.snapshots() == (SequenceSnapshot(0, (1, 2), sampler=_SAMPLER),)
+    ledger.reading(Reading(2, 3, 2, 1.0))
+    assert ledger.jobs[2].n_reused == 2
 
 
 @pytest.mark.parametrize(("prompt", "is_pending"), [((1, 2, 3, 4), True), ((1, 2, 3, 4, 5), True), ((1, 2, 3), False)])
 def test_a_token_that_is_kept_stays_undecoded(prompt: tuple[int, ...], is_pending: bool) -> None:
     """The newest token of a sequence is undecoded for as long as it is the newest."""
-    books = _running(1, _job(1, 1, 2, 3))
-    books.step(_step(1, token=4))
-    books.ended(Ended(1, "length"))
-    books.add(_job(2, *prompt))
-    books.startable()
-    assert books.rows[0].is_pending is is_pending
+    ledger = _running(1, _job(1, 1, 2, 3))
+    ledger.step(_step(1, token=4))
+    ledger.ended(Ended(1, "length"))
+    ledger.add(_job(2, *prompt))
+    ledger.startable()
+    assert ledger.rows[0].is_pending is is_pending
 
 
 def test_what_comes_first_starts_first() -> None:
     """Streams wait in their order, also behind one that needs no more than they do."""
-    books = Ledger(1)
+    ledger = Ledger(1)
     for number in (1, 2, 3):
-        books.add(_job(number))
-    assert [start.stream for start in books.startable()] == [1]
-    assert books.startable() == ()
-    books.ended(Ended(1, "length"))
-    assert [start.stream for start in books.startable()] == [2]
-    assert not books.finish(3)
-    assert books.n_queued == 0
+        ledger.add(_job(number))
+    assert [start.stream for start in ledger.startable()] == [1]
+    assert ledger.startable() == ()
+    ledger.ended(Ended(1, "length"))
+    assert [start.stream for start in ledger.startable()] == [2]
+    assert not ledger.finish(3)
+    assert ledger.n_queued == 0
 
 
 def test_a_stream_whose_client_left_holds_its_sequence_until_it_has_ended() -> None:
-    """Tokens that were on their way are booked, and told to nobody."""
-    books = _running(1, _job(1), _job(2))
-    assert books.finish(1)
-    assert not books.finish(1)
-    assert books.startable() == ()
-    assert books.state_of(books.rows[0]) == "ending"
-    assert books.step(_step(1, token=5)) == []
-    assert books.reading(Reading(1, 3, 0, 1.0)) is None
-    assert books.rows[0].tokens == [1, 2, 3, 5]
-    assert books.ended(Ended(1, "halted")) is None
-    assert [start.stream for start in books.startable()] == [2]
-    assert not books.finish(99)
+    """Tokens that were on their way are booked, and passed on to nobody."""
+    ledger = _running(1, _job(1), _job(2))
+    assert ledger.finish(1)
+    assert not ledger.finish(1)
+    assert ledger.startable() == ()
+    assert ledger.state_of(ledger.rows[0]) == "ending"
+    assert ledger.step(_step(1, token=5)) == []
+    assert ledger.reading(Reading(1, 3, 0, 1.0)) is None
+    assert ledger.rows[0].tokens == [1, 2, 3, 5]
+    assert ledger.ended(Ended(1, "halted")) is None
+    assert [start.stream for start in ledger.startable()] == [2]
+    assert not ledger.finish(99)
 
 
 @pytest.mark.parametrize(
     "lie",
     [
-        lambda books: books.step(_step(5)),
-        lambda books: books.step(_step(2)),
-        lambda books: books.reading(Reading(5, 1, 0, 0.0)),
-        lambda books: books.reading(Reading(1, 9, 0, 0.0)),
-        lambda books: books.reading(Reading(1, 1, 2, 0.0)),
-        lambda books: books.reading(Reading(1, -1, -2, 0.0)),
-        lambda books: books.ended(Ended(5, "eos")),
-        lambda books: (books.step(_step(1, is_end=True)), books.step(_step(1))),
-        lambda books: (books.step(_step(1, n_draws=3)), books.step(_step(1, n_draws=2))),
-        lambda books: (books.ended(Ended(1, "eos")), books.ended(Ended(1, "eos"))),
-        lambda books: books.forgot(5),
-        lambda books: books.replace(()),
+        lambda ledger: ledger.step(_step(5)),
+        lambda ledger: ledger.step(_step(2)),
+        lambda ledger: ledger.reading(Reading(5, 1, 0, 0.0)),
+        lambda ledger: ledger.reading(Reading(1, 9, 0, 0.0)),
+        lambda ledger: ledger.reading(Reading(1, 1, 2, 0.0)),
+        lambda ledger: ledger.reading(Reading(1, -1, -2, 0.0)),
+        lambda ledger: ledger.ended(Ended(5, "eos")),
+        lambda ledger: (ledger.step(_step(1, is_end=True)), ledger.step(_step(1))),
+        lambda ledger: (ledger.step(_step(1, n_draws=3)), ledger.step(_step(1, n_draws=2))),
+        lambda ledger: (ledger.ended(Ended(1, "eos")), ledger.ended(Ended(1, "eos"))),
+        lambda ledger: ledger.forgot(5),
+        lambda ledger: ledger.replace(()),
     ],
 )
 def test_what_cannot_be_is_refused(lie: object) -> None:
-    """A worker that tells of streams it has not, of tokens behind the end, or of draws undone has lost count."""
+    """A worker that reports streams that it has not, of tokens behind the end, or of draws undone has lost count."""
     assert callable(lie)
     with pytest.raises(ReportWrong, match="lost count"):
         lie(_running(1, _job(1), _job(2)))
@@ -173,109 +173,109 @@ def test_what_cannot_be_is_refused(lie: object) -> None:
 
 def test_an_emptied_sequence_holds_nothing() -> None:
     """An idle one that made room is empty; one that a stream was given meanwhile is filled by it anyway."""
-    books = _running(2, _job(1))
-    books.ended(Ended(1, "length"))
-    books.forgot(0)
-    assert books.books() == ()
-    books = _running(1, _job(1))
-    books.forgot(0)
-    assert books.rows[0].stream == 1
+    ledger = _running(2, _job(1))
+    ledger.ended(Ended(1, "length"))
+    ledger.forgot(0)
+    assert ledger.snapshots() == ()
+    ledger = _running(1, _job(1))
+    ledger.forgot(0)
+    assert ledger.rows[0].stream == 1
 
 
 # ---- a worker is lost ----
 
 
 def test_a_stream_goes_on_in_the_next_worker() -> None:
-    """The next worker is told what was delivered, which of it is undecoded, and how much is left to draw."""
-    books = _running(1, _job(1, n_predict=5))
-    books.step(_step(1, token=4, n_draws=1))
-    books.step(_step(1, token=5, n_draws=2))
-    books.lost(had_started=True)
-    assert books.jobs[1].n_losses == 1
-    assert books.books() == (SequenceSnapshot(0, (1, 2, 3, 4, 5), is_pending=True, sampler=_SAMPLER, n_draws=2),)
-    starts, complete = books.resume()
+    """The next worker gets what was delivered, which of it is undecoded, and how much is left to draw."""
+    ledger = _running(1, _job(1, n_predict=5))
+    ledger.step(_step(1, token=4, n_draws=1))
+    ledger.step(_step(1, token=5, n_draws=2))
+    ledger.lost()
+    assert ledger.jobs[1].n_losses == 1
+    assert ledger.snapshots() == (SequenceSnapshot(0, (1, 2, 3, 4, 5), is_pending=True, sampler=_SAMPLER, n_draws=2),)
+    starts, complete = ledger.resume()
     assert starts == [Start(1, 0, (1, 2, 3, 4, 5), _SAMPLER, 3, 2, is_pending=True, n_delivered=2)]
     assert complete == []
-    assert books.reading(Reading(1, 4, 4, 1.0)) is books.jobs[1]
-    assert books.rows[0].tokens == [1, 2, 3, 4, 5]
-    books.step(_step(1, token=6, n_draws=3))
-    assert books.jobs[1].n_losses == 0
+    assert ledger.reading(Reading(1, 4, 4, 1.0)) is ledger.jobs[1]
+    assert ledger.rows[0].tokens == [1, 2, 3, 4, 5]
+    ledger.step(_step(1, token=6, n_draws=3))
+    assert ledger.jobs[1].n_losses == 0
 
 
 def test_a_prompt_that_was_read_in_part_is_read_on() -> None:
-    """What was told to be read is what the next worker must hold; times of both workers add up."""
-    books = Ledger(1)
-    books.add(_job(1, 1, 2, 3, 4))
-    books.startable()
-    books.reading(Reading(1, 2, 1, 10.0))
-    books.lost(had_started=True)
-    assert books.books() == (SequenceSnapshot(0, (1, 2), sampler=_SAMPLER),)
-    assert books.resume()[0] == [Start(1, 0, (1, 2, 3, 4), _SAMPLER)]
-    books.reading(Reading(1, 4, 2, 5.0))
-    assert (books.jobs[1].n_reused, books.jobs[1].prompt_ms) == (1, 15.0)
+    """What was reported as read is what the next worker must hold; times of both workers add up."""
+    ledger = Ledger(1)
+    ledger.add(_job(1, 1, 2, 3, 4))
+    ledger.startable()
+    ledger.reading(Reading(1, 2, 1, 10.0))
+    ledger.lost()
+    assert ledger.snapshots() == (SequenceSnapshot(0, (1, 2), sampler=_SAMPLER),)
+    assert ledger.resume()[0] == [Start(1, 0, (1, 2, 3, 4), _SAMPLER)]
+    ledger.reading(Reading(1, 4, 2, 5.0))
+    assert (ledger.jobs[1].n_reused, ledger.jobs[1].prompt_ms) == (1, 15.0)
 
 
 @pytest.mark.parametrize(("n_predict", "is_end"), [(1, False), (-1, True)])
 def test_a_stream_that_lacks_only_its_end_is_complete(n_predict: int, is_end: bool) -> None:
     """Where all was drawn and only Ended was lost, nothing is asked of the next worker."""
-    books = _running(1, _job(1, n_predict=n_predict))
-    books.step(_step(1, is_end=is_end))
-    books.lost(had_started=True)
-    starts, complete = books.resume()
+    ledger = _running(1, _job(1, n_predict=n_predict))
+    ledger.step(_step(1, is_end=is_end))
+    ledger.lost()
+    starts, complete = ledger.resume()
     assert starts == []
     assert [job.number for job in complete] == [1]
-    assert not books.is_working
+    assert not ledger.is_working
 
 
 def test_what_was_to_end_has_ended_with_its_worker() -> None:
     """A stream whose client left before the loss is over; one that is given up during it frees its sequence at once."""
-    books = _running(2, _job(1), _job(2))
-    books.finish(1)
-    books.lost(had_started=True)
-    assert not books.finish(2)
-    assert books.resume() == ([], [])
-    assert (books.is_working, books.jobs) == (False, {})
+    ledger = _running(2, _job(1), _job(2))
+    ledger.finish(1)
+    ledger.lost()
+    assert not ledger.finish(2)
+    assert ledger.resume() == ([], [])
+    assert (ledger.is_working, ledger.jobs) == (False, {})
 
 
 def test_a_restored_file_replaces_everything() -> None:
-    """What the file holds is all that the books hold; a sequence that there is not is refused."""
-    books = _running(2, _job(1))
-    books.ended(Ended(1, "length"))
-    book = SequenceSnapshot(1, (7, 8), is_pending=True, sampler=_SAMPLER, n_draws=3, encoder_tokens=(4,))
-    books.replace([book])
-    assert books.books() == (book,)
+    """What the file holds is all that it holds; a sequence that there is not is refused."""
+    ledger = _running(2, _job(1))
+    ledger.ended(Ended(1, "length"))
+    snapshot = SequenceSnapshot(1, (7, 8), is_pending=True, sampler=_SAMPLER, n_draws=3, encoder_tokens=(4,))
+    ledger.replace([snapshot])
+    assert ledger.snapshots() == (snapshot,)
     with pytest.raises(ReportWrong, match="sequence 2 of 2"):
-        books.replace([SequenceSnapshot(2, (1,))])
+        ledger.replace([SequenceSnapshot(2, (1,))])
 
 
 def test_sequences_come_and_go_with_the_placement() -> None:
-    """More sequences are empty ones; with fewer, what was on those that are gone is told."""
-    books = _running(2, _job(1), _job(2))
-    assert books.resize(3) == []
-    assert [row.seq_id for row in books.rows] == [0, 1, 2]
-    assert [job.number for job in books.resize(1)] == [2]
-    assert list(books.jobs) == [1]
+    """More sequences are empty ones; with fewer, what was on those that are gone is returned."""
+    ledger = _running(2, _job(1), _job(2))
+    assert ledger.resize(3) == []
+    assert [row.seq_id for row in ledger.rows] == [0, 1, 2]
+    assert [job.number for job in ledger.resize(1)] == [2]
+    assert list(ledger.jobs) == [1]
 
 
 def test_rates_are_those_of_what_was_read_and_drawn_lately() -> None:
     """Tokens that were reused count for nothing; steps count with all their streams; nothing measured is None."""
-    books = Ledger(2)
-    assert books.tokens_per_second == {"prompt": None, "generate": None}
-    books = _running(2, _job(1), _job(2))
-    books.reading(Reading(1, 3, 1, 4.0))
-    books.step(_step(1, 2, ms=8.0))
-    assert books.tokens_per_second == {"prompt": 500.0, "generate": 250.0}
-    assert books.jobs[1].generate_ms == 8.0
+    ledger = Ledger(2)
+    assert ledger.tokens_per_second == {"prompt": None, "generate": None}
+    ledger = _running(2, _job(1), _job(2))
+    ledger.reading(Reading(1, 3, 1, 4.0))
+    ledger.step(_step(1, 2, ms=8.0))
+    assert ledger.tokens_per_second == {"prompt": 500.0, "generate": 250.0}
+    assert ledger.jobs[1].generate_ms == 8.0
 
 
 # ---- any order of events ----
 
 
 class _Worker:
-    """What a real worker would hold: the truth that the books are held against."""
+    """What a real worker would hold: the truth that the ledger is held against."""
 
-    def __init__(self, books: tuple[SequenceSnapshot, ...]) -> None:
-        self.held = {book.seq_id: list(book.tokens) for book in books}
+    def __init__(self, held: tuple[SequenceSnapshot, ...]) -> None:
+        self.held = {one.seq_id: list(one.tokens) for one in held}
         self.streams: dict[int, Start] = {}
         self.n_read: dict[int, int] = {}
 
@@ -284,12 +284,12 @@ class _Worker:
         return sorted(n for n, one in self.streams.items() if len(self.held[one.seq_id]) <= len(one.tokens))
 
 
-class BooksMachine(RuleBasedStateMachine):
+class LedgerMachine(RuleBasedStateMachine):
     """Streams come, are read, draw, end, are cancelled, and workers are lost, in any order."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.books = Ledger(2)
+        self.ledger = Ledger(2)
         self.worker = _Worker(())
         self.delivered: dict[int, list[int]] = {}
         self.prompts: dict[int, tuple[int, ...]] = {}
@@ -309,8 +309,8 @@ class BooksMachine(RuleBasedStateMachine):
         self.n += 1
         self.prompts[self.n] = tuple(prompt)
         self.delivered[self.n] = []
-        self.books.add(StreamJob(self.n, tuple(prompt), _SAMPLER, n_predict))
-        self._take(self.books.startable())
+        self.ledger.add(StreamJob(self.n, tuple(prompt), _SAMPLER, n_predict))
+        self._take(self.ledger.startable())
 
     @precondition(lambda self: self.worker.reading())
     @rule(data=st.data())
@@ -322,7 +322,7 @@ class BooksMachine(RuleBasedStateMachine):
         n = data.draw(st.integers(min(self.worker.n_read[number], n_whole), n_whole))
         self.worker.n_read[number] = n
         self.worker.held[start.seq_id] = list(start.tokens[: max(n, len(self.worker.held[start.seq_id]))])
-        self.books.reading(Reading(number, n, 0, 1.0))
+        self.ledger.reading(Reading(number, n, 0, 1.0))
 
     @precondition(lambda self: self.worker.streams)
     @rule(data=st.data(), is_end=st.booleans())
@@ -335,7 +335,7 @@ class BooksMachine(RuleBasedStateMachine):
             held[:] = start.tokens
         token = data.draw(st.integers(3, 9))
         held.append(token)
-        for job, drawn in self.books.step(_step(number, token=token, is_end=is_end)):
+        for job, drawn in self.ledger.step(_step(number, token=token, is_end=is_end)):
             self.delivered[job.number].append(drawn.token)
         n_made = len(held) - len(start.tokens)
         if is_end or n_made == start.n_predict:
@@ -343,33 +343,33 @@ class BooksMachine(RuleBasedStateMachine):
 
     def _end(self, number: int) -> None:
         del self.worker.streams[number]
-        self.books.ended(Ended(number, "length"))
-        self._take(self.books.startable())
+        self.ledger.ended(Ended(number, "length"))
+        self._take(self.ledger.startable())
 
-    @precondition(lambda self: self.books.jobs)
+    @precondition(lambda self: self.ledger.jobs)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         """A client leaves, and the worker hears of it at once."""
-        number = data.draw(st.sampled_from(sorted(self.books.jobs)))
-        if self.books.finish(number):
+        number = data.draw(st.sampled_from(sorted(self.ledger.jobs)))
+        if self.ledger.finish(number):
             self._end(number)
 
     @rule()
     def lose(self) -> None:
-        """The worker is lost, and the next one opened with the books."""
-        self.books.lost(had_started=True)
-        self.worker = _Worker(self.books.books())
-        starts, _ = self.books.resume()
+        """The worker is lost, and the next one opened with what was held."""
+        self.ledger.lost()
+        self.worker = _Worker(self.ledger.snapshots())
+        starts, _ = self.ledger.resume()
         self._take(starts)
-        self._take(self.books.startable())
+        self._take(self.ledger.startable())
 
     @invariant()
-    def books_are_true(self) -> None:
+    def ledger_is_true(self) -> None:
         """Every sequence holds its prompt and what was delivered; the worker holds at least what is booked."""
-        for row in self.books.rows:
+        for row in self.ledger.rows:
             assert row.tokens == self.worker.held.get(row.seq_id, [])[: len(row.tokens)]
             if row.stream is not None:
-                job = self.books.jobs[row.stream]
+                job = self.ledger.jobs[row.stream]
                 whole = [*job.prompt, *job.drawn]
                 assert row.tokens == whole[: len(row.tokens)]
                 assert not job.drawn or row.tokens == whole
@@ -378,20 +378,20 @@ class BooksMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_beside_an_idle_sequence(self) -> None:
         """A stream waits only while every sequence has one."""
-        assert not self.books.n_queued or all(row.stream is not None for row in self.books.rows)
+        assert not self.ledger.n_queued or all(row.stream is not None for row in self.ledger.rows)
 
 
-BooksMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestBooksMachine = BooksMachine.TestCase
+LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLedgerMachine = LedgerMachine.TestCase
 
 
 @pytest.mark.parametrize(("n_rows", "n_jobs"), list(product(range(1, 4), range(1, 6))))
 def test_as_many_run_as_there_are_sequences(n_rows: int, n_jobs: int) -> None:
     """Every stream is on a sequence of its own or waits."""
-    books = Ledger(n_rows)
+    ledger = Ledger(n_rows)
     for number in range(1, n_jobs + 1):
-        books.add(_job(number))
-    starts = books.startable()
+        ledger.add(_job(number))
+    starts = ledger.startable()
     assert len({start.seq_id for start in starts}) == len(starts) == min(n_rows, n_jobs)
-    assert books.n_queued == n_jobs - len(starts)
-    assert len(books.running) == len(starts)
+    assert ledger.n_queued == n_jobs - len(starts)
+    assert len(ledger.running) == len(starts)

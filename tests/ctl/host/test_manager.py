@@ -1,4 +1,4 @@
-"""A supervisor over workers that do what the test says: every order and report in any order, and every way to die."""
+"""A hosted session over workers that do what the test says: orders and reports in any order, every way to die."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from splitctl.carry import file as carries
 from splitctl.carry.seal import Seal
 from splitctl.control.requests import ChatMessage, GenerateRequest
 from splitctl.errors import Busy, Parked, WorkerLost
-from splitctl.host import manager as keepers
+from splitctl.host import manager
 from splitctl.host.events import SessionParked, SessionRecovered, SwitchEnded, TrialEnded, WorkerGone
 from splitctl.host.pending import OrderFailed
-from splitctl.host.stream_table import MAX_WAITING
-from splitctl.host.streams import Done, Why
+from splitctl.host.streams import MAX_WAITING, Done, Why
 from splitctl.host.supervisor import HostState, Supervisor
 from splitctl.ipc.jobs import Failure, Fault
 from splitctl.ipc.orders import (
@@ -44,7 +43,7 @@ from splitctl.ipc.orders import (
 )
 from splitctl.outcome import Stage, SwitchOutcome, SwitchStatus
 from splitctl.placement import Placement, SplitMode
-from tests.ctl.hosting import GUARD_S, LAYER, TENSOR, Client, ScriptedLife, ask, config, soon, told
+from tests.ctl.hosting import GUARD_S, LAYER, TENSOR, Client, ScriptedLink, ask, config, request_of, soon
 from tests.stublib import write_model
 
 SEAL = Seal(1, 11, "cc" * 16, 4096, 21, "dd" * 16, LAYER)
@@ -56,14 +55,14 @@ class Scene:
 
     def __init__(self, folder: Path, **more: Any) -> None:
         self.said: list[str] = []
-        self.lives: list[ScriptedLife] = ScriptedLife.lives
+        self.links: list[ScriptedLink] = ScriptedLink.links
         model = write_model(folder / "tiny.gguf")
-        self.supervisor = Supervisor(config(folder, model, None, **more), env={}, tell=self.said.append)
+        self.supervisor = Supervisor(config(folder, model, None, **more), env={}, log=self.said.append)
 
     @property
-    def life(self) -> ScriptedLife:
+    def link(self) -> ScriptedLink:
         """The worker of the moment."""
-        return self.lives[-1]
+        return self.links[-1]
 
     async def start(self) -> None:
         """Serve."""
@@ -71,37 +70,37 @@ class Scene:
 
     def open(self) -> None:
         """Let the worker of the moment serve."""
-        self.life.open()
+        self.link.open()
 
     async def while_it(self, work: Any, then: Callable[[], None]) -> Any:
         """Do something that begins a worker, and then what the worker does."""
-        n = len(self.lives)
+        n = len(self.links)
         task = asyncio.ensure_future(work)
-        await soon(lambda: len(self.lives) > n)
+        await soon(lambda: len(self.links) > n)
         then()
         return await asyncio.wait_for(task, GUARD_S)
 
-    async def next_life(self, n: int) -> ScriptedLife:
+    async def next_link(self, n: int) -> ScriptedLink:
         """Wait for the n-th worker, from 1."""
-        await soon(lambda: len(self.lives) >= n)
-        return self.life
+        await soon(lambda: len(self.links) >= n)
+        return self.link
 
     def switch(self, changes: dict[str, Any] | None = None, **more: Any) -> asyncio.Future[dict[str, Any]]:
         """Ask for a switch to tensor mode."""
         return asyncio.ensure_future(self.supervisor.switch(changes or {"mode": SplitMode.TENSOR}, **more))
 
-    async def order(self, kind: type, life: ScriptedLife | None = None) -> Any:
+    async def order(self, kind: type, link: ScriptedLink | None = None) -> Any:
         """Wait for an order of a kind, and give the last."""
-        life = life or self.life
-        await soon(lambda: any(isinstance(one, kind) for one in life.sent))
-        return [one for one in life.sent if isinstance(one, kind)][-1]
+        link = link or self.link
+        await soon(lambda: any(isinstance(one, kind) for one in link.sent))
+        return [one for one in link.sent if isinstance(one, kind)][-1]
 
 
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every worker be a scripted one."""
-    monkeypatch.setattr(keepers, "WorkerLink", ScriptedLife)
-    monkeypatch.setattr(ScriptedLife, "lives", [], raising=False)
+    monkeypatch.setattr(manager, "WorkerLink", ScriptedLink)
+    monkeypatch.setattr(ScriptedLink, "links", [], raising=False)
 
 
 def play(folder: Path, script: Callable[[Scene], Awaitable[None]], **more: Any) -> None:
@@ -135,23 +134,23 @@ def test_streams_run_wait_and_end(tmp_path: Path) -> None:
     """Two run on two sequences, the third waits for the first to end; each client gets its own tokens and numbers."""
 
     async def script(scene: Scene) -> None:
-        clients = [await ask(scene.supervisor, told([n, n], 2)) for n in (1, 2, 3)]
-        assert [start.stream for start in scene.life.starts()] == [1, 2]
+        clients = [await ask(scene.supervisor, request_of([n, n], 2)) for n in (1, 2, 3)]
+        assert [start.stream for start in scene.link.starts()] == [1, 2]
         assert scene.supervisor.status()["queued"] == 1
-        scene.life.read(1)
-        scene.life.read(2)
-        scene.life.tell(Step((Drawn(1, A, b"a", 0), Drawn(2, B, b"b", 0)), 4.0))
-        scene.life.draw(1, B)
-        scene.life.finish(1)
+        scene.link.read(1)
+        scene.link.read(2)
+        scene.link.report(Step((Drawn(1, A, b"a", 0), Drawn(2, B, b"b", 0)), 4.0))
+        scene.link.draw(1, B)
+        scene.link.finish(1)
         done = await clients[0].end()
         assert (done.why, done.n_prompt, done.n_predicted, done.generate_ms) == (Why.LENGTH, 2, 2, 5.0)
-        assert [start.seq_id for start in scene.life.starts()] == [0, 1, 0]
-        scene.life.tell(Step((Drawn(3, C, b"c", 0), Drawn(2, 0, b"", 0, is_end=True)), 1.0))
-        scene.life.finish(2, "eos")
-        scene.life.finish(3, "context")
+        assert [start.seq_id for start in scene.link.starts()] == [0, 1, 0]
+        scene.link.report(Step((Drawn(3, C, b"c", 0), Drawn(2, 0, b"", 0, is_end=True)), 1.0))
+        scene.link.finish(2, "eos")
+        scene.link.finish(3, "context")
         assert [(await one.end()).why for one in clients[1:]] == [Why.EOS, Why.CONTEXT]
         assert [one.text for one in clients] == ["ab", "b", "c"]
-        assert not scene.life.is_expected
+        assert not scene.link.is_expected
 
     play(tmp_path, script)
 
@@ -163,11 +162,11 @@ def test_a_text_or_a_chat_becomes_tokens_first(tmp_path: Path) -> None:
         request = GenerateRequest(messages=(ChatMessage("user", "hi"),), n_predict=1)
         clients = [await ask(scene.supervisor, request)]
         clients += [await ask(scene.supervisor, GenerateRequest(prompt=text)) for text in ("a", "b")]
-        orders = [one for one in scene.life.sent if isinstance(one, Tokenize)]
+        orders = [one for one in scene.link.sent if isinstance(one, Tokenize)]
         assert orders[0].messages == ({"role": "user", "content": "hi"},)
         assert (orders[1].text, orders[1].add_special, orders[1].parse_special) == ("a", True, False)
         assert scene.supervisor.status()["queued"] == 3
-        scene.life.tell(
+        scene.link.report(
             Tokenized(orders[0].order, (5, 6)),
             Failed(orders[1].order, Fault.CONFIG, "ConfigInvalid", "no template"),
             Tokenized(orders[2].order, ()),
@@ -177,13 +176,13 @@ def test_a_text_or_a_chat_becomes_tokens_first(tmp_path: Path) -> None:
             (Why.ERROR, "no template"),
             (Why.ERROR, "the prompt has no token; give some text"),
         ]
-        await soon(scene.life.starts)
-        (start,) = scene.life.starts()
+        await soon(scene.link.starts)
+        (start,) = scene.link.starts()
         assert start.tokens == (5, 6)
         # The seed is fixed here, so that a draw that was lost with its worker is made again.
         assert start.sampler.seed != request.sampler.seed
-        scene.life.draw(1, A)
-        scene.life.finish(1)
+        scene.link.draw(1, A)
+        scene.link.finish(1)
         assert (await clients[0].end()).why is Why.LENGTH
 
     play(tmp_path, script)
@@ -193,14 +192,14 @@ def test_a_stop_text_halts_the_worker(tmp_path: Path) -> None:
     """The client has its end at once; the sequence is free when the worker says so, and holds what was drawn since."""
 
     async def script(scene: Scene) -> None:
-        sampler = told([1]).sampler
-        client = await ask(scene.supervisor, told([1, 2], sampler=type(sampler)(temp=0.0, stop=("bc",))))
-        scene.life.draw(1, A, B, C, A)
+        sampler = request_of([1]).sampler
+        client = await ask(scene.supervisor, request_of([1, 2], sampler=type(sampler)(temp=0.0, stop=("bc",))))
+        scene.link.draw(1, A, B, C, A)
         done = await client.end()
         assert (done.why, done.n_predicted, client.text) == (Why.STOP, 3, "a")
-        assert scene.life.sent[-1] == Halt(1)
+        assert scene.link.sent[-1] == Halt(1)
         assert scene.supervisor.status()["sequences"][0] == {"seq_id": 0, "n_tokens": 6, "state": "ending"}
-        scene.life.finish(1, "halted")
+        scene.link.finish(1, "halted")
         assert scene.supervisor.status()["sequences"][0]["state"] == "idle"
 
     play(tmp_path, script)
@@ -211,17 +210,17 @@ def test_a_client_that_leaves_frees_its_sequence(tmp_path: Path) -> None:
 
     async def script(scene: Scene) -> None:
         text = await ask(scene.supervisor, GenerateRequest(prompt="x"))
-        runs = [await ask(scene.supervisor, told([n])) for n in (1, 2, 3)]
+        runs = [await ask(scene.supervisor, request_of([n])) for n in (1, 2, 3)]
         for client in (text, runs[2], runs[0]):
             client.stream.cancel()
             assert (await client.end()).why is Why.CANCELLED
-        assert scene.life.sent[-1] == Halt(2)
+        assert scene.link.sent[-1] == Halt(2)
         order = await scene.order(Tokenize)
-        scene.life.tell(Tokenized(order.order, (1,)))
-        late = await ask(scene.supervisor, told([9]))
-        assert len(scene.life.starts()) == 2
-        scene.life.finish(2, "halted")
-        assert scene.life.starts()[-1].tokens == (9,)
+        scene.link.report(Tokenized(order.order, (1,)))
+        late = await ask(scene.supervisor, request_of([9]))
+        assert len(scene.link.starts()) == 2
+        scene.link.finish(2, "halted")
+        assert scene.link.starts()[-1].tokens == (9,)
         late.stream.cancel()
         runs[1].stream.cancel()
 
@@ -233,9 +232,9 @@ def test_too_many_that_wait_are_told_so(tmp_path: Path) -> None:
 
     async def script(scene: Scene) -> None:
         for _ in range(2 + MAX_WAITING):
-            await scene.supervisor.generate(told([1]))
+            await scene.supervisor.generate(request_of([1]))
         with pytest.raises(Busy, match="streams that wait"):
-            await scene.supervisor.generate(told([1]))
+            await scene.supervisor.generate(request_of([1]))
 
     play(tmp_path, script)
 
@@ -248,28 +247,28 @@ def test_a_stream_goes_on_in_the_next_worker(tmp_path: Path) -> None:
 
     async def script(scene: Scene) -> None:
         events = scene.supervisor.subscribe()
-        client = await ask(scene.supervisor, told([1, 2], 4))
-        waits = [await ask(scene.supervisor, told([n])) for n in (3, 4)]
-        scene.life.read(1)
-        scene.life.draw(1, A, B)
-        scene.life.die("the worker died by signal 9 (SIGKILL) while serving")
+        client = await ask(scene.supervisor, request_of([1, 2], 4))
+        waits = [await ask(scene.supervisor, request_of([n])) for n in (3, 4)]
+        scene.link.read(1)
+        scene.link.draw(1, A, B)
+        scene.link.die("the worker died by signal 9 (SIGKILL) while serving")
         assert scene.supervisor.state is HostState.RECOVERING
-        life = await scene.next_life(2)
-        assert life.sent[0] == Open(
+        link = await scene.next_link(2)
+        assert link.sent[0] == Open(
             LAYER,
             force=True,
-            books=(SequenceSnapshot(0, (1, 2, A, B), is_pending=True, sampler=client_sampler(scene, 1)),),
+            sequences=(SequenceSnapshot(0, (1, 2, A, B), is_pending=True, sampler=client_sampler(scene, 1)),),
         )
-        life.open(recomputed=True)
-        await soon(life.starts)
-        first = life.starts()[0]
+        link.open(recomputed=True)
+        await soon(link.starts)
+        first = link.starts()[0]
         assert (first.tokens, first.is_pending, first.n_predict) == ((1, 2, A, B), True, 2)
-        life.draw(1, C, C)
-        life.finish(1)
+        link.draw(1, C, C)
+        link.finish(1)
         assert (await client.end()).n_predicted == 4
         assert client.text == "abcc"
         assert client.kinds() == ["Begun", "Delta", "Paused", "Resumed", "Delta", "Done"]
-        assert [start.stream for start in life.starts()] == [1, 2, 3]
+        assert [start.stream for start in link.starts()] == [1, 2, 3]
         status = scene.supervisor.status()
         assert (status["worker_restarts"], status["recomputed"], status["state"]) == (1, 1, "serving")
         gone, back = await anext(events), await anext(events)
@@ -284,20 +283,20 @@ def test_a_stream_goes_on_in_the_next_worker(tmp_path: Path) -> None:
 
 def client_sampler(scene: Scene, stream: int) -> Any:
     """How a stream draws, with the seed that was fixed for it."""
-    return next(start.sampler for life in scene.lives for start in life.starts() if start.stream == stream)
+    return next(start.sampler for link in scene.links for start in link.starts() if start.stream == stream)
 
 
 def test_an_end_that_was_lost_is_not_asked_for_again(tmp_path: Path) -> None:
     """Where all tokens came and only the end did not, the stream ends as soon as a worker serves."""
 
     async def script(scene: Scene) -> None:
-        clients = [await ask(scene.supervisor, told([1], 1)), await ask(scene.supervisor, told([2]))]
-        scene.life.draw(1, A)
-        scene.life.tell(Step((Drawn(2, 0, b"", 0, is_end=True),), 1.0))
-        scene.life.die("the worker ended")
-        (await scene.next_life(2)).open()
+        clients = [await ask(scene.supervisor, request_of([1], 1)), await ask(scene.supervisor, request_of([2]))]
+        scene.link.draw(1, A)
+        scene.link.report(Step((Drawn(2, 0, b"", 0, is_end=True),), 1.0))
+        scene.link.die("the worker ended")
+        (await scene.next_link(2)).open()
         assert [(await one.end()).why for one in clients] == [Why.LENGTH, Why.EOS]
-        assert scene.life.starts() == []
+        assert scene.link.starts() == []
 
     play(tmp_path, script)
 
@@ -313,7 +312,7 @@ def test_orders_in_flight_fail_or_are_given_again(tmp_path: Path) -> None:
         ]
         await scene.order(Save)
         await scene.order(Check)
-        scene.life.die("the worker died")
+        scene.link.die("the worker died")
         for one in asked:
             with pytest.raises(OrderFailed, match=r"failed: the worker died; the session goes on, try again"):
                 await one
@@ -322,14 +321,14 @@ def test_orders_in_flight_fail_or_are_given_again(tmp_path: Path) -> None:
         with pytest.raises(Busy, match="recovering"):
             await scene.supervisor.restore(Path("/x/y"))
         later = asyncio.ensure_future(scene.supervisor.save(Path("/x/z")))
-        life = await scene.next_life(2)
-        life.open()
+        link = await scene.next_link(2)
+        link.open()
         order = await scene.order(Tokenize)
-        life.tell(Tokenized(order.order, (1, 2)))
+        link.report(Tokenized(order.order, (1, 2)))
         save = await scene.order(Save)
-        life.tell(Saved(save.order, 77))
+        link.report(Saved(save.order, 77))
         assert await later == {"path": "/x/z", "bytes": 77, "sequences": 0, "tokens": 0}
-        await soon(life.starts)
+        await soon(link.starts)
         text.stream.cancel()
 
     play(tmp_path, script)
@@ -353,16 +352,16 @@ def test_a_worker_that_lost_count_is_ended(tmp_path: Path, lie: Any) -> None:
     """What cannot be ends the worker; nothing that it says after that counts, and another one goes on."""
 
     async def script(scene: Scene) -> None:
-        client = await ask(scene.supervisor, told([1], 2))
-        scene.life.draw(1, A)
-        scene.life.tell(lie)
-        scene.life.draw(1, C)
-        life = await scene.next_life(2)
+        client = await ask(scene.supervisor, request_of([1], 2))
+        scene.link.draw(1, A)
+        scene.link.report(lie)
+        scene.link.draw(1, C)
+        link = await scene.next_link(2)
         assert any("the worker lost count" in line for line in scene.said)
-        life.open()
-        await soon(life.starts)
-        life.draw(1, B)
-        life.finish(1)
+        link.open()
+        await soon(link.starts)
+        link.draw(1, B)
+        link.finish(1)
         await client.end()
         assert client.text == "ab"
 
@@ -374,13 +373,13 @@ def test_attempts_end_in_a_parked_session(tmp_path: Path) -> None:
 
     async def script(scene: Scene) -> None:
         events = scene.supervisor.subscribe()
-        client = await ask(scene.supervisor, told([1, 2], 9))
+        client = await ask(scene.supervisor, request_of([1, 2], 9))
         text = await ask(scene.supervisor, GenerateRequest(prompt="x"))
-        scene.life.read(1)
-        scene.life.draw(1, A, B)
-        scene.life.die("the worker died")
-        await scene.next_life(2)
-        scene.life.die("the worker died again")
+        scene.link.read(1)
+        scene.link.draw(1, A, B)
+        scene.link.die("the worker died")
+        await scene.next_link(2)
+        scene.link.die("the worker died again")
         done = await client.end()
         path = tmp_path / "sessions" / "default.parked.safetensors"
         assert done.why is Why.ERROR
@@ -394,7 +393,7 @@ def test_attempts_end_in_a_parked_session(tmp_path: Path) -> None:
         status = scene.supervisor.status()
         assert (status["state"], status["effective"], status["parked_at"]) == ("parked", None, str(path))
         for work in (
-            scene.supervisor.generate(told([1])),
+            scene.supervisor.generate(request_of([1])),
             scene.supervisor.switch({"mode": SplitMode.TENSOR}),
             scene.supervisor.save(path),
         ):
@@ -407,28 +406,28 @@ def test_attempts_end_in_a_parked_session(tmp_path: Path) -> None:
 
 async def _come_back(scene: Scene, path: Path) -> None:
     """Fail to bring a parked session back in three ways, then do it."""
-    n = len(scene.lives)
+    n = len(scene.links)
     with pytest.raises(OrderFailed, match="could not"):
-        await scene.while_it(scene.supervisor.restore(path), lambda: scene.life.die("the worker could not"))
+        await scene.while_it(scene.supervisor.restore(path), lambda: scene.link.die("the worker could not"))
     lost = WorkerLost(1, "died", ())
     with pytest.raises(WorkerLost):
-        await scene.while_it(scene.supervisor.restore(path), lambda: scene.life.die("x", lost=lost))
+        await scene.while_it(scene.supervisor.restore(path), lambda: scene.link.die("x", lost=lost))
     again = asyncio.ensure_future(scene.supervisor.restore(path))
-    await scene.next_life(n + 3)
-    scene.life.open()
+    await scene.next_link(n + 3)
+    scene.link.open()
     order = await scene.order(Restore)
-    scene.life.tell(Failed(order.order, Fault.CONFIG, "CarryDamaged", "damaged"))
+    scene.link.report(Failed(order.order, Fault.CONFIG, "CarryDamaged", "damaged"))
     with pytest.raises(OrderFailed, match="damaged"):
         await again
     assert scene.supervisor.state is HostState.PARKED
     again = asyncio.ensure_future(scene.supervisor.restore(path))
-    await scene.next_life(n + 4)
-    assert scene.life.sent[0] == Open(LAYER, force=True)
-    scene.life.open()
+    await scene.next_link(n + 4)
+    assert scene.link.sent[0] == Open(LAYER, force=True)
+    scene.link.open()
     order = await scene.order(Restore)
-    client = await ask(scene.supervisor, told([1, 2, A], 1))
-    assert scene.life.starts() == []
-    scene.life.tell(Replaced(order.order, (SequenceSnapshot(0, (1, 2, A)),), recomputed=True, reason="why"))
+    client = await ask(scene.supervisor, request_of([1, 2, A], 1))
+    assert scene.link.starts() == []
+    scene.link.report(Replaced(order.order, (SequenceSnapshot(0, (1, 2, A)),), recomputed=True, reason="why"))
     assert await again == {
         "path": str(path),
         "sequences": 1,
@@ -437,10 +436,10 @@ async def _come_back(scene: Scene, path: Path) -> None:
         "recomputed": True,
         "reason": "why",
     }
-    await soon(scene.life.starts)
+    await soon(scene.link.starts)
     assert scene.supervisor.state is HostState.SERVING
-    scene.life.draw(1 + 2, B)
-    scene.life.finish(1 + 2)
+    scene.link.draw(1 + 2, B)
+    scene.link.finish(1 + 2)
     assert (await client.end()).why is Why.LENGTH
 
 
@@ -448,20 +447,20 @@ def test_a_stream_that_kills_workers_does_not_take_the_session_along(tmp_path: P
     """When every attempt dies over the same stream it is ended, with its reason, and the others are served."""
 
     async def script(scene: Scene) -> None:
-        client = await ask(scene.supervisor, told([1, 2]))
-        scene.life.tell(Sealed(SEAL))
+        client = await ask(scene.supervisor, request_of([1, 2]))
+        scene.link.report(Sealed(SEAL))
         for n in (2, 3):
-            scene.life.die("the worker died over it")
-            (await scene.next_life(n)).open()
-            await soon(scene.life.starts)
-        scene.life.die("the worker died over it")
-        (await scene.next_life(4)).open()
+            scene.link.die("the worker died over it")
+            (await scene.next_link(n)).open()
+            await soon(scene.link.starts)
+        scene.link.die("the worker died over it")
+        (await scene.next_link(4)).open()
         done = await client.end()
         assert (done.why, done.message) == (Why.ERROR, "workers were lost over it: the worker died over it")
         await soon(lambda: scene.supervisor.state is HostState.SERVING)
-        late = await ask(scene.supervisor, told([3], 1))
-        scene.life.draw(2, A)
-        scene.life.finish(2)
+        late = await ask(scene.supervisor, request_of([3], 1))
+        scene.link.draw(2, A)
+        scene.link.finish(2)
         assert (await late.end()).why is Why.LENGTH
 
     play(tmp_path, script)
@@ -471,12 +470,12 @@ def test_a_stream_over_which_five_workers_died_is_ended(tmp_path: Path) -> None:
     """Also where another stream gets on in between, one that never does is ended some day."""
 
     async def script(scene: Scene) -> None:
-        good, bad = await ask(scene.supervisor, told([1])), await ask(scene.supervisor, told([2]))
+        good, bad = await ask(scene.supervisor, request_of([1])), await ask(scene.supervisor, request_of([2]))
         for n in range(2, 7):
-            scene.life.draw(1, A)
-            scene.life.die("the worker died")
-            (await scene.next_life(n)).open()
-            await soon(scene.life.starts)
+            scene.link.draw(1, A)
+            scene.link.die("the worker died")
+            (await scene.next_link(n)).open()
+            await soon(scene.link.starts)
         assert "5 workers were lost over it" in (await bad.end()).message
         assert len(good.tokens) == 5
         good.stream.cancel()
@@ -488,17 +487,17 @@ def test_a_worker_that_dies_as_it_opens_is_one_attempt(tmp_path: Path) -> None:
     """An end that comes right behind the report is seen before anything is given to the dead."""
 
     async def script(scene: Scene) -> None:
-        scene.life.die("the worker died")
-        life = await scene.next_life(2)
-        life.open()
-        life.die("the worker died at once")
-        (await scene.next_life(3)).open()
+        scene.link.die("the worker died")
+        link = await scene.next_link(2)
+        link.open()
+        link.die("the worker died at once")
+        (await scene.next_link(3)).open()
         await soon(lambda: scene.supervisor.state is HostState.SERVING)
 
     async def with_seal(scene: Scene) -> None:
-        scene.life.tell(Sealed(SEAL))
+        scene.link.report(Sealed(SEAL))
         await script(scene)
-        assert [life.sent[0].seal for life in scene.lives[1:] if isinstance(life.sent[0], Open)] == [SEAL, None]
+        assert [link.sent[0].seal for link in scene.links[1:] if isinstance(link.sent[0], Open)] == [SEAL, None]
 
     play(tmp_path, with_seal)
 
@@ -511,8 +510,8 @@ def test_a_switch_pauses_streams_and_makes_others_wait(tmp_path: Path) -> None:
 
     async def script(scene: Scene) -> None:
         stages: list[tuple[str, float]] = []
-        client = await ask(scene.supervisor, told([1], 2))
-        scene.life.draw(1, A)
+        client = await ask(scene.supervisor, request_of([1], 2))
+        scene.link.draw(1, A)
         asked = scene.switch(on_stage=lambda name, share: stages.append((name, share)))
         order = await scene.order(Switch)
         assert order.target == TENSOR
@@ -520,19 +519,21 @@ def test_a_switch_pauses_streams_and_makes_others_wait(tmp_path: Path) -> None:
         for work in (scene.supervisor.switch({}), scene.supervisor.check({}), scene.supervisor.restore(Path("/x"))):
             with pytest.raises(Busy, match="a switch to tensor"):
                 await work
-        late = await ask(scene.supervisor, told([2], 1))
-        scene.life.tell(stage(order), StageReached(order.order, "placing", 0.5), Sealed(SEAL))
-        assert len(scene.life.starts()) == 1
-        scene.life.tell(Switched(order.order, outcome(SwitchStatus.SWITCHED, TENSOR)))
+        scene.link.report(stage(order, "checking"), stage(order, "quiescing"))
+        assert client.kinds() == ["Begun", "Delta"]
+        scene.link.report(stage(order), StageReached(order.order, "placing", 0.5), Sealed(SEAL))
+        late = await ask(scene.supervisor, request_of([2], 1))
+        assert len(scene.link.starts()) == 1
+        scene.link.report(Switched(order.order, outcome(SwitchStatus.SWITCHED, TENSOR)))
         assert (await asked)["status"] == "switched"
-        assert stages == [("saving", 0.0), ("placing", 0.5)]
-        assert len(scene.life.starts()) == 2
+        assert stages == [("checking", 0.0), ("quiescing", 0.0), ("saving", 0.0), ("placing", 0.5)]
+        assert len(scene.link.starts()) == 2
         assert scene.supervisor.status()["on_trial"]
-        scene.life.draw(1, B)
-        scene.life.tell(Trial(outcome(SwitchStatus.SWITCHED, TENSOR, confirmed=True)))
-        scene.life.finish(1)
-        scene.life.draw(2, C)
-        scene.life.finish(2)
+        scene.link.draw(1, B)
+        scene.link.report(Trial(outcome(SwitchStatus.SWITCHED, TENSOR, confirmed=True)))
+        scene.link.finish(1)
+        scene.link.draw(2, C)
+        scene.link.finish(2)
         await client.end()
         await late.end()
         assert client.kinds() == ["Begun", "Delta", "Paused", "Resumed", "Delta", "Done"]
@@ -550,22 +551,22 @@ def test_a_worker_that_dies_in_a_switch_is_fallen_back_from(tmp_path: Path) -> N
     """The next one opens the old placement with the switch's own seal, and the asker gets the whole reason."""
 
     async def script(scene: Scene) -> None:
-        client = await ask(scene.supervisor, told([1], 2))
-        scene.life.draw(1, A)
+        client = await ask(scene.supervisor, request_of([1], 2))
+        scene.link.draw(1, A)
         asked = scene.switch()
         order = await scene.order(Switch)
-        scene.life.tell(stage(order), Sealed(SEAL), stage(order, "freeing"), stage(order, "placing"))
-        scene.life.die("the worker died by signal 6 (SIGABRT) while placing: GGML_ASSERT(x) failed")
-        life = await scene.next_life(2)
-        opening = life.sent[0]
+        scene.link.report(stage(order), Sealed(SEAL), stage(order, "freeing"), stage(order, "placing"))
+        scene.link.die("the worker died by signal 6 (SIGABRT) while placing: GGML_ASSERT(x) failed")
+        link = await scene.next_link(2)
+        opening = link.sent[0]
         assert isinstance(opening, Open)
         assert (opening.placement, opening.seal) == (LAYER, SEAL)
-        life.open()
+        link.open()
         result = await asked
         assert (result["status"], result["stage"], result["effective"]) == ("fell_back", "placing", "layer")
         assert "signal 6 (SIGABRT) while placing: GGML_ASSERT(x) failed" in result["reason"]
-        life.draw(1, B)
-        life.finish(1)
+        link.draw(1, B)
+        link.finish(1)
         await client.end()
         assert client.text == "ab"
         assert scene.supervisor.status()["last_switch"] == result
@@ -577,25 +578,25 @@ def test_a_worker_that_dies_on_trial_is_fallen_back_from(tmp_path: Path) -> None
     """Who asked has had an outcome; events, log and status tell how it went on."""
 
     async def script(scene: Scene) -> None:
-        client = await ask(scene.supervisor, told([1], 1))
+        client = await ask(scene.supervisor, request_of([1], 1))
         asked = scene.switch()
         order = await scene.order(Switch)
-        scene.life.tell(stage(order), Sealed(SEAL), Switched(order.order, outcome(SwitchStatus.SWITCHED, TENSOR)))
+        scene.link.report(stage(order), Sealed(SEAL), Switched(order.order, outcome(SwitchStatus.SWITCHED, TENSOR)))
         assert (await asked)["status"] == "switched"
         events = scene.supervisor.subscribe()
-        scene.life.die("the worker died")
-        life = await scene.next_life(2)
-        assert isinstance(life.sent[0], Open)
-        assert (life.sent[0].placement, life.sent[0].seal) == (LAYER, SEAL)
-        life.open()
-        life_events = [await anext(events) for _ in range(3)]
-        assert [type(one) for one in life_events] == [WorkerGone, TrialEnded, SessionRecovered]
-        assert isinstance(life_events[1], TrialEnded)
-        assert (life_events[1].outcome["status"], life_events[1].outcome["stage"]) == ("fell_back", "trial")
+        scene.link.die("the worker died")
+        link = await scene.next_link(2)
+        assert isinstance(link.sent[0], Open)
+        assert (link.sent[0].placement, link.sent[0].seal) == (LAYER, SEAL)
+        link.open()
+        seen = [await anext(events) for _ in range(3)]
+        assert [type(one) for one in seen] == [WorkerGone, TrialEnded, SessionRecovered]
+        assert isinstance(seen[1], TrialEnded)
+        assert (seen[1].outcome["status"], seen[1].outcome["stage"]) == ("fell_back", "trial")
         assert any("was fallen back from" in line for line in scene.said)
-        await soon(life.starts)
-        life.draw(1, A)
-        life.finish(1)
+        await soon(link.starts)
+        link.draw(1, A)
+        link.finish(1)
         await client.end()
 
     play(tmp_path, script)
@@ -612,18 +613,18 @@ def test_a_session_that_the_worker_parked_gets_another_worker(tmp_path: Path, is
         asked = scene.switch()
         order = await scene.order(Switch)
         parked = {**outcome(SwitchStatus.PARKED, None, stage=Stage.PLACING), "parked_at": str(written)}
-        scene.life.tell(stage(order), Sealed(SEAL))
+        scene.link.report(stage(order), Sealed(SEAL))
         if is_trial:
-            scene.life.tell(Switched(order.order, outcome(SwitchStatus.SWITCHED, TENSOR)), Trial(parked))
+            scene.link.report(Switched(order.order, outcome(SwitchStatus.SWITCHED, TENSOR)), Trial(parked))
         else:
-            scene.life.tell(Switched(order.order, parked))
-        life = await scene.next_life(2)
+            scene.link.report(Switched(order.order, parked))
+        link = await scene.next_link(2)
         if is_saved:
-            life.open()
+            link.open()
             await soon(lambda: scene.supervisor.state is HostState.SERVING)
         else:
-            life.die("the worker died")
-            (await scene.next_life(3)).die("the worker died")
+            link.die("the worker died")
+            (await scene.next_link(3)).die("the worker died")
             await soon(lambda: scene.supervisor.state is HostState.PARKED)
         result = await asked
         last = scene.supervisor.status()["last_switch"]
@@ -641,39 +642,40 @@ def test_a_cancel_is_passed_on(tmp_path: Path) -> None:
 
     async def script(scene: Scene) -> None:
         scene.supervisor.cancel_switch()
-        assert scene.life.n_cancels == 0
+        assert scene.link.n_cancels == 0
         asked = scene.switch()
         order = await scene.order(Switch)
         scene.supervisor.cancel_switch()
-        assert scene.life.n_cancels == 1
-        scene.life.tell(Switched(order.order, outcome(SwitchStatus.CANCELLED, LAYER, stage=Stage.CHECKING)))
+        assert scene.link.n_cancels == 1
+        scene.link.report(Switched(order.order, outcome(SwitchStatus.CANCELLED, LAYER, stage=Stage.CHECKING)))
         assert (await asked)["status"] == "cancelled"
         asked = scene.switch()
         await soon(lambda: scene.supervisor.status()["stage"] is not None)
         scene.supervisor.cancel_switch()
-        scene.life.die("the worker died")
-        (await scene.next_life(2)).open()
+        scene.link.die("the worker died")
+        (await scene.next_link(2)).open()
         assert (await asked)["status"] == "cancelled"
 
     play(tmp_path, script)
 
 
 def test_a_switch_waits_so_long_for_its_boundary(tmp_path: Path) -> None:
-    """One that was not taken in time is cancelled and was refused; one that was taken goes on."""
+    """One whose boundary does not come in time after its check was refused; one that has it goes on."""
 
     async def script(scene: Scene) -> None:
         asked = scene.switch(timeout_s=0.0)
         order = await scene.order(Switch)
-        await soon(lambda: scene.life.n_cancels)
-        scene.life.tell(Switched(order.order, outcome(SwitchStatus.CANCELLED, LAYER, stage=Stage.QUIESCING)))
+        scene.link.report(stage(order, "checking"), stage(order, "quiescing"))
+        await soon(lambda: scene.link.n_cancels)
+        scene.link.report(Switched(order.order, outcome(SwitchStatus.CANCELLED, LAYER, stage=Stage.QUIESCING)))
         result = await asked
         assert (result["status"], result["reasons"][0]["code"]) == ("refused", "busy")
         asked = scene.switch(timeout_s=3600.0)
         await soon(lambda: scene.supervisor.status()["stage"] is not None)
         order = await scene.order(Switch)
-        scene.life.tell(stage(order))
-        assert scene.life.n_cancels == 1
-        scene.life.tell(Switched(order.order, outcome(SwitchStatus.REFUSED, LAYER, stage=Stage.CHECKING)))
+        scene.link.report(stage(order))
+        assert scene.link.n_cancels == 1
+        scene.link.report(Switched(order.order, outcome(SwitchStatus.REFUSED, LAYER, stage=Stage.CHECKING)))
         assert (await asked)["reason"] == "why"
 
     play(tmp_path, script)
@@ -685,7 +687,7 @@ def test_a_switch_that_the_worker_cannot_take_is_over(tmp_path: Path) -> None:
     async def script(scene: Scene) -> None:
         asked = scene.switch()
         order = await scene.order(Switch)
-        scene.life.tell(Failed(order.order, Fault.BUSY, "Busy", "not now"))
+        scene.link.report(Failed(order.order, Fault.BUSY, "Busy", "not now"))
         with pytest.raises(OrderFailed, match="not now"):
             await asked
         assert scene.supervisor.state is HostState.SERVING
@@ -701,7 +703,7 @@ def test_a_switch_goes_on_without_its_asker(tmp_path: Path) -> None:
         asked = scene.switch()
         order = await scene.order(Switch)
         asked.cancel()
-        scene.life.tell(Switched(order.order, outcome(SwitchStatus.SWITCHED, TENSOR, confirmed=True)))
+        scene.link.report(Switched(order.order, outcome(SwitchStatus.SWITCHED, TENSOR, confirmed=True)))
         ended = await anext(events)
         assert isinstance(ended, SwitchEnded)
         assert scene.supervisor.status()["effective"] == "tensor"
@@ -717,7 +719,7 @@ def test_a_check_tells_what_is_known(tmp_path: Path) -> None:
         order = await scene.order(Check)
         assert (order.target, order.convert, order.force) == (TENSOR, True, True)
         reason = {"code": "c", "text": "t"}
-        scene.life.tell(Checked(order.order, TENSOR, reasons=(reason,), conversions=("x",), state_bytes=5))
+        scene.link.report(Checked(order.order, TENSOR, reasons=(reason,), conversions=("x",), state_bytes=5))
         found = await asked
         assert (found["effective"], found["requested"], found["reasons"], found["expected_s"]) == (
             "layer",
@@ -733,15 +735,15 @@ def test_more_sequences_come_with_a_placement(tmp_path: Path) -> None:
     """After a switch to more sequences more streams run."""
 
     async def script(scene: Scene) -> None:
-        clients = [await ask(scene.supervisor, told([n])) for n in range(3)]
-        assert len(scene.life.starts()) == 2
+        clients = [await ask(scene.supervisor, request_of([n])) for n in range(3)]
+        assert len(scene.link.starts()) == 2
         asked = scene.switch({"n_seq_max": 4})
         order = await scene.order(Switch)
         wide = LAYER.changed(n_seq_max=4)
         done = {**outcome(SwitchStatus.SWITCHED, TENSOR), "effective_placement": wide.to_json()}
-        scene.life.tell(Switched(order.order, done))
+        scene.link.report(Switched(order.order, done))
         await asked
-        assert [start.seq_id for start in scene.life.starts()] == [0, 1, 2]
+        assert [start.seq_id for start in scene.link.starts()] == [0, 1, 2]
         for client in clients:
             client.stream.cancel()
 
@@ -755,21 +757,21 @@ def test_a_restore_has_the_session_for_itself(tmp_path: Path) -> None:
     """Streams make it wait; streams that come meanwhile wait for it; a second one is busy."""
 
     async def script(scene: Scene) -> None:
-        client = await ask(scene.supervisor, told([1]))
+        client = await ask(scene.supervisor, request_of([1]))
         with pytest.raises(Busy, match="1 streams"):
             await scene.supervisor.restore(Path("/x"))
         client.stream.cancel()
-        scene.life.finish(1, "halted")
+        scene.link.finish(1, "halted")
         asked = asyncio.ensure_future(scene.supervisor.restore(Path("/x")))
         order = await scene.order(Restore)
-        late = await ask(scene.supervisor, told([7, 8], 1))
+        late = await ask(scene.supervisor, request_of([7, 8], 1))
         with pytest.raises(Busy, match="a restore"):
             await scene.supervisor.restore(Path("/x"))
-        assert len(scene.life.starts()) == 1
-        scene.life.tell(Replaced(order.order, (SequenceSnapshot(1, (7, 8, 9)),)))
+        assert len(scene.link.starts()) == 1
+        scene.link.report(Replaced(order.order, (SequenceSnapshot(1, (7, 8, 9)),)))
         assert (await asked)["tokens"] == 3
-        await soon(lambda: len(scene.life.starts()) == 2)
-        assert scene.life.starts()[-1].seq_id == 1
+        await soon(lambda: len(scene.link.starts()) == 2)
+        assert scene.link.starts()[-1].seq_id == 1
         late.stream.cancel()
 
     play(tmp_path, script)
@@ -780,20 +782,20 @@ def test_stopping_saves_and_tells_streams(tmp_path: Path, can_save: bool) -> Non
     """Streams end clearly; the worker saves, or the supervisor writes the tokens; a second stop waits for the first."""
 
     async def script(scene: Scene) -> None:
-        client = await ask(scene.supervisor, told([1, 2]))
-        queued = [await ask(scene.supervisor, told([n])) for n in (3, 4)]
-        scene.life.draw(1, A)
+        client = await ask(scene.supervisor, request_of([1, 2]))
+        queued = [await ask(scene.supervisor, request_of([n])) for n in (3, 4)]
+        scene.link.draw(1, A)
         stopping = asyncio.ensure_future(scene.supervisor.stop())
         order = await scene.order(Save)
         assert [(await one.end()).why for one in (client, *queued)] == [Why.ERROR] * 3
         with pytest.raises(Busy, match="its end"):
-            await scene.supervisor.generate(told([1]))
+            await scene.supervisor.generate(request_of([1]))
         path = tmp_path / "sessions" / "default.safetensors"
         assert order.path == path
         if can_save:
-            scene.life.tell(Saved(order.order, 5))
+            scene.link.report(Saved(order.order, 5))
         else:
-            scene.life.die("the worker died")
+            scene.link.die("the worker died")
         assert await stopping == {"path": str(path)}
         assert await scene.supervisor.stop() == {"path": str(path)}
         if not can_save:
@@ -802,14 +804,14 @@ def test_stopping_saves_and_tells_streams(tmp_path: Path, can_save: bool) -> Non
     play(tmp_path, script)
 
 
-def test_stopping_while_recovering_writes_what_the_books_hold(tmp_path: Path) -> None:
+def test_stopping_while_recovering_writes_what_it_holds(tmp_path: Path) -> None:
     """The worker that is being opened is ended, and nothing of the session is lost."""
 
     async def script(scene: Scene) -> None:
-        client = await ask(scene.supervisor, told([1, 2]))
-        scene.life.draw(1, A)
-        scene.life.die("the worker died")
-        await scene.next_life(2)
+        client = await ask(scene.supervisor, request_of([1, 2]))
+        scene.link.draw(1, A)
+        scene.link.die("the worker died")
+        await scene.next_link(2)
         saved = await scene.supervisor.stop()
         assert (await client.end()).message == "the session is being stopped"
         assert [one.tokens.tolist() for one in carries.read(Path(saved["path"])).carry.sequences] == [[1, 2, A]]
@@ -841,7 +843,7 @@ def test_a_session_that_cannot_be_opened_is_an_error(tmp_path: Path, end: dict[s
     async def run() -> None:
         scene = Scene(tmp_path)
         with pytest.raises(error) as caught:
-            await scene.while_it(scene.supervisor.start(), lambda: scene.life.die("the worker died", **end))
+            await scene.while_it(scene.supervisor.start(), lambda: scene.link.die("the worker died", **end))
         if "failure" in end:
             assert isinstance(caught.value, OrderFailed)
             assert (caught.value.fault, caught.value.name, str(caught.value)) == (
@@ -869,15 +871,15 @@ def test_checkpoints_come_while_something_changes(tmp_path: Path) -> None:
     """A session is saved again only after it has changed, and one that cannot be saved is told and tried again."""
 
     async def script(scene: Scene) -> None:
-        client = await ask(scene.supervisor, told([1]))
+        client = await ask(scene.supervisor, request_of([1]))
         first = await scene.order(Save)
-        scene.life.tell(Failed(first.order, Fault.INTERNAL, "CarryNotWritten", "no room"))
+        scene.link.report(Failed(first.order, Fault.INTERNAL, "CarryNotWritten", "no room"))
         await soon(lambda: any("no room" in line for line in scene.said))
-        await soon(lambda: sum(isinstance(one, Save) for one in scene.life.sent) == 2)
+        await soon(lambda: sum(isinstance(one, Save) for one in scene.link.sent) == 2)
         second = await scene.order(Save)
-        scene.life.tell(Saved(second.order, 5))
-        scene.life.draw(1, A)
-        await soon(lambda: sum(isinstance(one, Save) for one in scene.life.sent) == 3)
+        scene.link.report(Saved(second.order, 5))
+        scene.link.draw(1, A)
+        await soon(lambda: sum(isinstance(one, Save) for one in scene.link.sent) == 3)
         client.stream.cancel()
 
     play(tmp_path, script, checkpoint_s=0.001)
@@ -889,11 +891,11 @@ def test_a_resumed_session_begins_with_its_file(tmp_path: Path) -> None:
     async def run() -> None:
         scene = Scene(tmp_path, resume=Path("/x/y"))
         starting = asyncio.ensure_future(scene.supervisor.start())
-        await scene.next_life(1)
-        scene.life.open()
+        await scene.next_link(1)
+        scene.link.open()
         order = await scene.order(Restore)
         assert order.path == Path("/x/y")
-        scene.life.tell(Replaced(order.order, (SequenceSnapshot(0, (1, 2)),)))
+        scene.link.report(Replaced(order.order, (SequenceSnapshot(0, (1, 2)),)))
         await asyncio.wait_for(starting, GUARD_S)
         assert scene.supervisor.status()["sequences"][0]["n_tokens"] == 2
         await scene.supervisor.stop(save=False)
@@ -905,21 +907,21 @@ def test_silence_counts_only_while_something_is_owed(tmp_path: Path) -> None:
     """An idle worker may be silent; one with a stream or an order may not."""
 
     async def script(scene: Scene) -> None:
-        assert not scene.life.is_expected
-        client = await ask(scene.supervisor, told([1], 1))
-        assert scene.life.is_expected
-        scene.life.draw(1, A)
-        assert scene.life.is_expected
-        scene.life.finish(1)
+        assert not scene.link.is_expected
+        client = await ask(scene.supervisor, request_of([1], 1))
+        assert scene.link.is_expected
+        scene.link.draw(1, A)
+        assert scene.link.is_expected
+        scene.link.finish(1)
         assert isinstance(await client.end(), Done)
-        assert not scene.life.is_expected
+        assert not scene.link.is_expected
         saving = asyncio.ensure_future(scene.supervisor.save(Path("/x")))
         order = await scene.order(Save)
-        assert scene.life.is_expected
-        assert scene.life.n_deadlines > 1.0
-        scene.life.tell(Saved(order.order, 1))
+        assert scene.link.is_expected
+        assert scene.link.n_deadlines > 1.0
+        scene.link.report(Saved(order.order, 1))
         await saving
-        assert not scene.life.is_expected
+        assert not scene.link.is_expected
 
     play(tmp_path, script)
 
@@ -928,9 +930,9 @@ def test_a_client_of_many_tokens_reads_at_its_own_pace(tmp_path: Path) -> None:
     """Events lie there for a client until it takes them, also after the stream is over."""
 
     async def script(scene: Scene) -> None:
-        client = Client(await scene.supervisor.generate(told([1], 500)))
-        scene.life.draw(1, *[A] * 500)
-        scene.life.finish(1)
+        client = Client(await scene.supervisor.generate(request_of([1], 500)))
+        scene.link.draw(1, *[A] * 500)
+        scene.link.finish(1)
         await client.read()
         assert client.text == "a" * 500
 

@@ -44,8 +44,8 @@ def _owner(carry: Carry) -> Owner:
     return Owner(carry.fingerprint.identity, carry.adapters, "b")
 
 
-def _books(carry: Carry) -> list[SequenceSnapshot]:
-    """Books that say what a carry holds."""
+def _held(carry: Carry) -> list[SequenceSnapshot]:
+    """What the ledger says of a session that is in a carry."""
     return [
         SequenceSnapshot(
             one.seq_id,
@@ -58,32 +58,32 @@ def _books(carry: Carry) -> list[SequenceSnapshot]:
     ]
 
 
-def _park(path: Path, carry: Carry, books: list[SequenceSnapshot], sealed: list[tuple[int, seals.Seal]]) -> Carry:
-    has_state = park(path, books, placement=PLACEMENT, owner=_owner(carry), sealed=sealed)
+def _park(path: Path, carry: Carry, held: list[SequenceSnapshot], sealed: list[tuple[int, seals.Seal]]) -> Carry:
+    has_state = park(path, held, placement=PLACEMENT, owner=_owner(carry), sealed=sealed)
     written = carries.read(path).carry
     assert has_state == bool(len(written.state))
     return written
 
 
 def test_a_sealed_session_is_parked_whole(tmp_path: Path, fd: int) -> None:
-    """Where the books say what the seal holds, the file is the sealed carry, in a folder of its owner alone."""
+    """Where the session holds what was sealed, the file is the sealed carry, in a folder of its owner alone."""
     carry = a_carry()
     path = tmp_path / "made" / "x.safetensors"
-    assert_same(_park(path, carry, _books(carry), _sealed(fd, carry)), carry)
+    assert_same(_park(path, carry, _held(carry), _sealed(fd, carry)), carry)
     assert path.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_token_that_was_drawn_since_is_parked_too(tmp_path: Path, fd: int) -> None:
     """The newest token belongs to the state although it is not decoded yet; so do the draws that were made."""
     carry = a_carry(sequences=(a_sequence(0),))
-    (book,) = _books(carry)
-    book = replace(book, tokens=(*book.tokens, 4), is_pending=True, n_draws=book.n_draws + 1)
-    written = _park(tmp_path / "x", carry, [book], _sealed(fd, carry))
+    (one,) = _held(carry)
+    one = replace(one, tokens=(*one.tokens, 4), is_pending=True, n_draws=one.n_draws + 1)
+    written = _park(tmp_path / "x", carry, [one], _sealed(fd, carry))
     (sequence,) = written.sequences
-    assert sequence.tokens.tolist() == sequence.accepted.tolist() == list(book.tokens)
+    assert sequence.tokens.tolist() == sequence.accepted.tolist() == list(one.tokens)
     assert (sequence.n_past, sequence.n_draws, len(written.state)) == (
-        len(book.tokens) - 1,
-        book.n_draws,
+        len(one.tokens) - 1,
+        one.n_draws,
         len(carry.state),
     )
 
@@ -92,31 +92,31 @@ def test_a_token_that_was_drawn_since_is_parked_too(tmp_path: Path, fd: int) -> 
 def test_a_session_that_has_gone_on_is_parked_as_its_tokens(tmp_path: Path, fd: int, change: str) -> None:
     """A state that is of other tokens, or that is damaged, is not written: it would be believed."""
     carry = a_carry(sequences=(a_sequence(0), a_sequence(1)))
-    sealed, books = _sealed(fd, carry), _books(carry)
+    sealed, held = _sealed(fd, carry), _held(carry)
     if change == "tokens":
-        books[0] = replace(books[0], tokens=((books[0].tokens[0] + 1) % N_VOCAB, *books[0].tokens[1:]))
+        held[0] = replace(held[0], tokens=((held[0].tokens[0] + 1) % N_VOCAB, *held[0].tokens[1:]))
     elif change == "more":
-        books[0] = replace(books[0], tokens=(*books[0].tokens, 1, 2), is_pending=True)
+        held[0] = replace(held[0], tokens=(*held[0].tokens, 1, 2), is_pending=True)
     elif change == "fewer sequences":
-        del books[1]
+        del held[1]
     elif change == "another sequence":
-        books[1] = replace(books[1], seq_id=3)
+        held[1] = replace(held[1], seq_id=3)
     elif change == "damaged":
         os.pwrite(fd, b"\xff\x00\xff", 0)
     else:
         sealed = []
     written = park(
         tmp_path / "x",
-        books,
+        held,
         placement=replace(PLACEMENT, n_seq_max=4),
         owner=_owner(carry),
         sealed=sealed,
     )
     read = carries.read(tmp_path / "x").carry
     assert (written, len(read.state)) == (False, 0)
-    assert [one.tokens.tolist() for one in read.sequences] == [list(book.tokens) for book in books]
-    assert [one.n_past for one in read.sequences] == [len(book.tokens) - book.is_pending for book in books]
-    assert [one.logits.size for one in read.sequences] == [0] * len(books)
+    assert [one.tokens.tolist() for one in read.sequences] == [list(one.tokens) for one in held]
+    assert [one.n_past for one in read.sequences] == [len(one.tokens) - one.is_pending for one in held]
+    assert [one.logits.size for one in read.sequences] == [0] * len(held)
     representation = read.fingerprint.representation
     assert (representation.type_k, representation.v_trans, representation.n_stream) == ("q8_0", True, 4)
     assert read.fingerprint.identity == carry.fingerprint.identity
@@ -128,7 +128,7 @@ def test_the_next_best_seal_is_taken(tmp_path: Path, fd: int) -> None:
     other = os.memfd_create("arena")
     try:
         newer = _sealed(other, a_carry(sequences=(a_sequence(0, n_tokens=7),)))
-        assert len(_park(tmp_path / "x", carry, _books(carry), [*newer, *_sealed(fd, carry)]).state)
+        assert len(_park(tmp_path / "x", carry, _held(carry), [*newer, *_sealed(fd, carry)]).state)
     finally:
         os.close(other)
 

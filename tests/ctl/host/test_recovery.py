@@ -24,8 +24,8 @@ OLD = Seal(0, 10, "aa" * 16, 4096, 20, "bb" * 16, LAYER)
 NEW = Seal(1, 11, "cc" * 16, 4096, 21, "dd" * 16, LAYER)
 
 _FORWARD = (
-    Stage.QUIESCING,
     Stage.CHECKING,
+    Stage.QUIESCING,
     Stage.SAVING,
     Stage.SEALING,
     Stage.FREEING,
@@ -45,7 +45,7 @@ def _outcome(status: SwitchStatus, effective: Placement | None, **fields: Any) -
 
 
 def _serving(placement: Placement = LAYER) -> Switches:
-    switches = Switches()
+    switches = Switches(LAYER)
     switches.serve_in(placement)
     return switches
 
@@ -68,7 +68,7 @@ def _on_trial() -> Switches:
 
 
 def _loss(switches: Switches) -> Loss:
-    return switches.loss(had_progress=True, was_idle=False, was_killed=False)
+    return switches.lost(had_progress=True, was_idle=False, was_killed=False)
 
 
 # ---- the attempts ----
@@ -280,7 +280,7 @@ def test_a_switch_whose_worker_died_has_an_outcome(
     assert (outcome["recomputed"], outcome["confirmed"], outcome["n_tokens"]) == (recomputed, False, 30)
     assert (outcome["total_ms"], outcome["fallback_ms"]) == (20_000.0, 5_000.0)
     assert outcome["state_bytes"] == (NEW.state_bytes if stage in _SEALED else None)
-    assert outcome["stages_ms"]["quiescing"] == (1000.0 if n else 15_000.0)
+    assert outcome["stages_ms"]["checking"] == (1000.0 if n else 15_000.0)
     assert outcome.keys() == _outcome(SwitchStatus.SWITCHED, TENSOR).keys()
     assert switches.last is outcome
     assert switches.effective == LAYER
@@ -384,12 +384,3 @@ def test_reports_of_a_switch_that_is_not_there_are_refused() -> None:
     assert switches.under_way is not None
     switches.not_taken(1)
     assert switches.under_way is None
-
-
-def test_a_session_that_never_served_belongs_nowhere() -> None:
-    """Neither a switch nor a recovery is possible before the first opening."""
-    switches = Switches()
-    with pytest.raises(ReportWrong):
-        switches.begin(1, TENSOR, 0.0)
-    with pytest.raises(ReportWrong):
-        _loss(switches)

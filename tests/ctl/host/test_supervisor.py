@@ -22,7 +22,7 @@ from splitctl.host.streams import Why
 from splitctl.host.supervisor import HostState, Supervisor
 from splitctl.ipc.jobs import Fault
 from splitctl.placement import Placement, SplitMode
-from tests.ctl.hosting import GREEDY, GUARD_S, LAYER, TENSOR, Client, ask, config, environment, soon, told
+from tests.ctl.hosting import GREEDY, GUARD_S, LAYER, TENSOR, Client, ask, config, environment, request_of, soon
 from tests.stublib import FaultFile, build, needs_compiler, write_model
 
 _PROMPTS = tuple(tuple((7 * n + k) % 200 + 1 for k in range(12)) for n in range(4))
@@ -30,7 +30,7 @@ _SAMPLERS = tuple(SamplerSpec(temp=0.9, top_k=20, repeat_penalty=1.3, seed=100 +
 _N = 24
 
 _STAGES = ("checking", "sealing", "freeing", "placing", "proving")
-"""On both sides of the seal; tools/faults.py plays every stage, and every way to die in it."""
+"""On both sides of the seal; tools.faults plays every stage, and every way to die in it."""
 
 
 _PACE_US = 20_000
@@ -50,7 +50,7 @@ class Stage:
         self.supervisor = Supervisor(
             config(folder, model, build(), **{"deadline_s": 30.0, **more}),
             env=environment(folder, **self.faults.env),
-            tell=self.said.append,
+            log=self.said.append,
         )
         self.arm()
 
@@ -60,7 +60,7 @@ class Stage:
 
     async def ask(self, stream: int, n: int = _N) -> Client:
         """Ask for the stream of a number."""
-        return await ask(self.supervisor, told(_PROMPTS[stream], n, sampler=_SAMPLERS[stream]))
+        return await ask(self.supervisor, request_of(_PROMPTS[stream], n, sampler=_SAMPLERS[stream]))
 
     async def ask_all(self, n_streams: int = 4) -> list[Client]:
         """Ask for several, one after the other."""
@@ -291,7 +291,7 @@ def test_a_parked_session_comes_back(tmp_path: Path, undisturbed: tuple[tuple[in
         assert (restored["sequences"], restored["recomputed"]) == (1, not is_sealed)
         assert stage.supervisor.status()["parked_at"] is None
         sampler = _SAMPLERS[0]
-        rest = await ask(stage.supervisor, told([*_PROMPTS[0], *client.tokens], 2, sampler=sampler))
+        rest = await ask(stage.supervisor, request_of([*_PROMPTS[0], *client.tokens], 2, sampler=sampler))
         assert (await rest.end()).n_reused >= len(_PROMPTS[0])
 
     play(tmp_path, script)
@@ -302,7 +302,7 @@ def test_a_session_is_gone_on_with_in_another_host(tmp_path: Path) -> None:
     held: list[int] = []
 
     async def first(stage: Stage) -> None:
-        client = await ask(stage.supervisor, told(_PROMPTS[0], 6))
+        client = await ask(stage.supervisor, request_of(_PROMPTS[0], 6))
         await client.end()
         held.extend([*_PROMPTS[0], *client.tokens])
 
@@ -312,7 +312,7 @@ def test_a_session_is_gone_on_with_in_another_host(tmp_path: Path) -> None:
 
     async def third(stage: Stage) -> None:
         assert stage.supervisor.status()["sequences"][0]["n_tokens"] == len(held)
-        client = await ask(stage.supervisor, told([*held, 5], 1))
+        client = await ask(stage.supervisor, request_of([*held, 5], 1))
         # The newest token was drawn and told, and has not been decoded yet.
         assert (await client.end()).n_reused == len(held) - 1
 
@@ -326,7 +326,7 @@ def test_a_checkpoint_is_a_session(tmp_path: Path) -> None:
 
     async def script(stage: Stage) -> None:
         events = stage.supervisor.subscribe()
-        client = await ask(stage.supervisor, told(_PROMPTS[0], -1))
+        client = await ask(stage.supervisor, request_of(_PROMPTS[0], -1))
         async for event in events:
             if isinstance(event, SessionSaved):
                 break
@@ -343,7 +343,7 @@ def test_a_stream_that_is_left_frees_its_sequence(tmp_path: Path, undisturbed: t
     """One without an end is cancelled, and the one that waited for its sequence runs."""
 
     async def script(stage: Stage) -> None:
-        endless = await ask(stage.supervisor, told(_PROMPTS[3], -1))
+        endless = await ask(stage.supervisor, request_of(_PROMPTS[3], -1))
         await endless.has(2)
         waits = await stage.ask(0)
         assert stage.supervisor.status()["queued"] == 1
@@ -360,7 +360,7 @@ def test_a_worker_that_is_killed_while_idle_is_replaced(tmp_path: Path) -> None:
     """Several times in a row, with nothing under way, the session serves again."""
 
     async def script(stage: Stage) -> None:
-        await (await ask(stage.supervisor, told(_PROMPTS[0], 3))).end()
+        await (await ask(stage.supervisor, request_of(_PROMPTS[0], 3))).end()
         for n in range(1, 4):
             stage.kill()
             await stage.serves(n)
@@ -394,7 +394,7 @@ def _real(folder: Path, model: Path, placement: Placement = LAYER, **more: Any) 
     return Supervisor(
         config(folder, model, None, placement=placement, **more),
         env=environment(folder, XDG_CACHE_HOME=str(Path.home() / ".cache")),
-        tell=lambda _: None,
+        log=lambda _: None,
     )
 
 

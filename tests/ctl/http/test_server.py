@@ -361,7 +361,7 @@ def test_watchers_are_counted_and_forgotten() -> None:
             end.sendall(watch)
             _read_until(end, b": events")
             assert served.get("/split-mode/events").status == 429
-            served.call(lambda: served.session.hub.tell(SwitchStage("saving", 0.5)))
+            served.call(lambda: served.session.hub.publish(SwitchStage("saving", 0.5)))
             assert b'data: {"stage":"saving","share":0.5}' in _read_until(end, b"event: switch_stage")
         with served.connect() as end:
             while True:
