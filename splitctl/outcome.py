@@ -24,6 +24,21 @@ class Proof(Enum):
     OFF = "off"
 
 
+@dataclass(frozen=True, slots=True)
+class SwitchOptions:
+    """How a switch is to be done.
+
+    Attributes:
+        proof: how the restored state is proved.
+        convert: whether the carry may be converted; False refuses a target that needs it.
+        force: go on even if a trial in a child process failed, or memory seems too small.
+    """
+
+    proof: Proof = Proof.BYTES
+    convert: bool = True
+    force: bool = False
+
+
 class Stage(Enum):
     """Where a session is; in the first two of a switch, CHECKING and QUIESCING, it still serves."""
 
@@ -177,8 +192,7 @@ class SwitchOutcome:
         elif self.confirmed and not went_well:
             wrong = "only the requested placement can be confirmed"
         if wrong:
-            text = f"contradiction in an outcome of status {self.status.value}: {wrong}"
-            raise ValueError(text)
+            raise ValueError(f"contradiction in an outcome of status {self.status.value}: {wrong}")
 
     @property
     def requested(self) -> SplitMode:
@@ -244,5 +258,4 @@ def to_plain(value: object) -> Json:
         return {str(key): to_plain(one) for key, one in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
         return {one.name: to_plain(getattr(value, one.name)) for one in fields(value)}
-    text = f"{type(value).__name__} has no JSON form"
-    raise TypeError(text)
+    raise TypeError(f"{type(value).__name__} has no JSON form")

@@ -30,6 +30,26 @@ _SHARE_DIGITS = 6
 
 _INT32_MAX = 2**31 - 1
 
+#: The flag of each field, as users know it.
+FLAGS: Mapping[str, str] = {
+    "mode": "-sm",
+    "devices": "--device",
+    "tensor_split": "-ts",
+    "main_gpu": "-mg",
+    "n_gpu_layers": "-ngl",
+    "n_ctx": "-c",
+    "type_k": "-ctk",
+    "type_v": "-ctv",
+    "flash_attn": "-fa",
+    "n_batch": "-b",
+    "n_ubatch": "-ub",
+    "n_seq_max": "-np",
+    "n_threads": "-t",
+    "n_threads_batch": "-tb",
+    "offload_kqv": "-nkvo",
+    "kv_unified": "-kvu",
+}
+
 
 class SplitMode(enum.Enum):
     """How a model is spread over devices, by llama.cpp's own words."""
@@ -221,20 +241,21 @@ class Placement:
         Returns:
             For example `-sm tensor --device CPU,CPU -ts 3,1 -c 4096`; defaults of the rest are left out.
         """
-        words = [f"-sm {self.mode.value}"]
-        if self.devices:
-            words.append("--device " + ",".join(self.devices))
-        if self.tensor_split is not None:
-            words.append("-ts " + ",".join(f"{share:g}" for share in self.tensor_split))
+        words = []
         plain = Placement()
-        for field, flag in _FLAGS:
+        for field, flag in FLAGS.items():
             value = getattr(self, field)
-            if value != getattr(plain, field):
-                words.append(f"{flag} {value.value if isinstance(value, enum.Enum) else value}")
-        if not self.offload_kqv:
-            words.append("-nkvo")
-        if self.kv_unified:
-            words.append("-kvu")
+            if value == getattr(plain, field) and field != "mode":
+                continue
+            match value:
+                case bool():
+                    words.append(flag)
+                case enum.Enum():
+                    words.append(f"{flag} {value.value}")
+                case tuple():
+                    words.append(f"{flag} {','.join(one if isinstance(one, str) else f'{one:g}' for one in value)}")
+                case _:
+                    words.append(f"{flag} {value}")
         return " ".join(words)
 
     def to_json(self) -> dict[str, Any]:
@@ -243,15 +264,7 @@ class Placement:
         Returns:
             Field name to value; enums by their word, tuples as lists.
         """
-        plain: dict[str, Any] = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, enum.Enum):
-                value = value.value
-            elif isinstance(value, tuple):
-                value = list(value)
-            plain[field.name] = value
-        return plain
+        return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Placement:
@@ -275,6 +288,35 @@ class Placement:
         return cls(**values)
 
 
+class Changes(dict[str, Any]):
+    """Fields of a placement that a switch changes, by name, with values as a placement holds them.
+
+    What is not named stays as it is; see `Placement.changed`.
+    """
+
+    def to_json(self) -> dict[str, Any]:
+        """Give the values as `Placement.to_json` does."""
+        return {name: _plain(value) for name, value in self.items()}
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Changes:
+        """Read what `to_json` gave, from anybody.
+
+        Raises:
+            PlacementInvalid: an unknown field, or a value of the wrong kind or out of range.
+        """
+        devices = plain.get("devices", [])
+        if not isinstance(devices, list) or len(devices) > MAX_SHARES:
+            raise PlacementInvalid("devices", type(devices).__name__, f"a list of {MAX_SHARES} names at most")
+        if not all(isinstance(name, str) and name.isprintable() for name in devices):
+            raise PlacementInvalid("devices", "not a name", "names of devices (splitctl devices lists them)")
+        try:
+            whole = Placement.from_json(plain)
+        except (OverflowError, RecursionError) as error:
+            raise PlacementInvalid("placement", "a number that nothing can hold", "numbers of a usual size") from error
+        return cls({name: getattr(whole, name) for name in plain})
+
+
 _INT_RANGES: tuple[tuple[str, int, int], ...] = (
     ("main_gpu", 0, MAX_SHARES - 1),
     ("n_gpu_layers", -_INT32_MAX, _INT32_MAX),
@@ -286,19 +328,11 @@ _INT_RANGES: tuple[tuple[str, int, int], ...] = (
     ("n_threads_batch", 0, 4096),
 )
 
-_FLAGS: tuple[tuple[str, str], ...] = (
-    ("main_gpu", "-mg"),
-    ("n_gpu_layers", "-ngl"),
-    ("n_ctx", "-c"),
-    ("type_k", "-ctk"),
-    ("type_v", "-ctv"),
-    ("flash_attn", "-fa"),
-    ("n_batch", "-b"),
-    ("n_ubatch", "-ub"),
-    ("n_seq_max", "-np"),
-    ("n_threads", "-t"),
-    ("n_threads_batch", "-tb"),
-)
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.value
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _typed(name: str, value: Any, default: Any) -> Any:

@@ -24,6 +24,7 @@ from splitctl.control.requests import GenerateRequest
 from splitctl.host.config import HostConfig
 from splitctl.host.supervisor import Supervisor
 from splitctl.model.facts import read_facts
+from splitctl.outcome import SwitchOptions
 from splitctl.placement import Placement, SplitMode
 from tools import greedy_gaps
 from tools.children import run_child
@@ -166,7 +167,7 @@ async def host(
                 await texts[-1].has_some.wait()
                 drawn = [len(text.tokens) for text in texts]
                 changes = {"mode": target.mode, "n_ctx": target.n_ctx}
-                outcome = await supervisor.switch(changes, force=True)
+                outcome = await supervisor.switch(changes, SwitchOptions(force=True))
                 outcome["drawn_before"] = drawn
             await asyncio.gather(*readers)
             status = supervisor.status()

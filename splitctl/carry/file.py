@@ -268,9 +268,11 @@ def _read(path: Path | None, file: TensorFile | PackedTensors) -> SealedCarry:
         for one in words.sequences
     )
     carry = Carry(arrays[_STATE].data.toreadonly(), sequences, words.adapters, words.placement, words.fingerprint)
-    sealed = SealedCarry(carry, checksums)
-    verify(sealed, path)
-    return sealed
+    if problems := carry.problems():
+        raise CarryDamaged(path, "; ".join(problems))
+    _refuse_changed(path, _checksums(words, arrays), checksums)
+    # The texts may be those of a splitctl with fewer fields; the seal is that of the texts as this one writes them.
+    return SealedCarry(carry, {**checksums, _ABOUT: _about(_words(carry), arrays)})
 
 
 def _metadata(sealed: SealedCarry) -> dict[str, str]:
@@ -297,9 +299,12 @@ def _tensors(carry: Carry) -> dict[str, NDArray[Any]]:
 def _checksums(words: Words, tensors: Mapping[str, NDArray[Any]]) -> dict[str, str]:
     """Take the checksum of every tensor, and of everything else."""
     checksums = {name: xxhash.xxh3_128_hexdigest(view_of(array)) for name, array in tensors.items()}
+    return {**checksums, _ABOUT: _about(words, tensors)}
+
+
+def _about(words: Words, tensors: Mapping[str, NDArray[Any]]) -> str:
     table = {name: [str(array.dtype), list(array.shape)] for name, array in tensors.items()}
-    checksums[_ABOUT] = xxhash.xxh3_128_hexdigest(dump([to_texts(words), table]).encode())
-    return checksums
+    return xxhash.xxh3_128_hexdigest(dump([words.texts or to_texts(words), table]).encode())
 
 
 def checksum_texts(metadata: Mapping[str, str]) -> dict[str, str]:
@@ -310,8 +315,7 @@ def checksum_texts(metadata: Mapping[str, str]) -> dict[str, str]:
     """
     checksums = json.loads(metadata.get("checksums", "null"))
     if not isinstance(checksums, dict) or not all(isinstance(one, str) for one in checksums.values()):
-        text = "it has no checksums"
-        raise ValueError(text)
+        raise ValueError("it has no checksums")
     return checksums
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from splitctl.errors import Difference
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from splitctl.model.facts import ModelFacts
 
 

@@ -72,8 +72,7 @@ def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]], metadata: Map
         except SafetensorError as error:
             raise OSError(str(error)) from error
         if (n_header := _header_bytes(temporary)) > MAX_HEADER_BYTES:
-            text = f"its header takes {n_header} bytes, at most {MAX_HEADER_BYTES} can be read back"
-            raise ValueError(text)
+            raise ValueError(f"its header takes {n_header} bytes, at most {MAX_HEADER_BYTES} can be read back")
 
 
 def pack_tensors(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
@@ -91,8 +90,7 @@ def pack_tensors(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str
     """
     packed = save({name: np.asarray(array, order="C") for name, array in tensors.items()}, dict(metadata))
     if (n_header := int.from_bytes(packed[:_SIZE_BYTES], "little")) > MAX_HEADER_BYTES:
-        text = f"its header takes {n_header} bytes, at most {MAX_HEADER_BYTES} can be read back"
-        raise ValueError(text)
+        raise ValueError(f"its header takes {n_header} bytes, at most {MAX_HEADER_BYTES} can be read back")
     return packed
 
 
@@ -221,17 +219,14 @@ def _header_bytes(path: Path) -> int:
     try:
         about = os.fstat(fd)
         if not stat.S_ISREG(about.st_mode):
-            text = "it is not a regular file"
-            raise ValueError(text)
+            raise ValueError("it is not a regular file")
         if about.st_size < _SIZE_BYTES:
-            text = f"it has {about.st_size} bytes, wanted {_SIZE_BYTES} for the size of a header alone"
-            raise ValueError(text)
+            raise ValueError(f"it has {about.st_size} bytes, wanted {_SIZE_BYTES} for the size of a header alone")
         n_header = int.from_bytes(os.read(fd, _SIZE_BYTES), "little")
     finally:
         os.close(fd)
     if n_header <= MAX_HEADER_BYTES and _SIZE_BYTES + n_header > about.st_size:
-        text = f"its header takes {n_header} bytes, the file has {about.st_size} in all"
-        raise ValueError(text)
+        raise ValueError(f"its header takes {n_header} bytes, the file has {about.st_size} in all")
     return n_header
 
 

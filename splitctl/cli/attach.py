@@ -85,8 +85,6 @@ def attach(
                 return _prompts(Talk(address, sampler, n_predict, chat), screen)
             text = read_prompt(prompt, prompt_file, needed=True)
             return answer_once(Talk(address, sampler, n_predict, chat), text, screen, as_json=as_json)
-        except PromptUnreadable as error:
-            return screen.fail("PromptUnreadable", error.message, ExitCode.FAILED)
         except (SplitctlError, OSError) as error:
             return told(error, screen)
 

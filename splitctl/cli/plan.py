@@ -15,8 +15,7 @@ from rich.console import Console
 
 from splitctl.carry.durable import replacing
 from splitctl.cli.options import (
-    MODES,
-    Mode,
+    MODE,
     json_option,
     library_option,
     placement_options,
@@ -111,7 +110,7 @@ class _Asked:
     "-m", "--model", type=click.Path(path_type=Path), envvar="LLAMA_ARG_MODEL", required=True, help="The GGUF file."
 )
 @click.option(
-    "-psm", "--prompt-split-mode", "prompt_mode", type=Mode(), metavar=MODES, help="Split mode of the prompt."
+    "-psm", "--prompt-split-mode", "prompt_mode", type=MODE, help="Split mode of the prompt."
 )
 @click.option(
     "--free", type=FreeMemory(), default=None, metavar="DEVICE=GiB,...",

@@ -7,16 +7,14 @@ from pathlib import Path
 
 import click
 
-from splitctl.cli.output import ExitCode
+from splitctl.errors import SplitctlError
 
 #: A longer prompt is no prompt [bytes].
 _MAX_PROMPT_BYTES = 64 * 1024 * 1024
 
 
-class PromptUnreadable(click.ClickException):
+class PromptUnreadable(SplitctlError):
     """A prompt that cannot be read as text."""
-
-    exit_code = ExitCode.FAILED
 
 
 def read_prompt(text: str | None, file: str | None, *, needed: bool) -> str:

@@ -8,13 +8,13 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from splitctl.carry.sequence import SamplerSpec
+from splitctl.carry.sequence import SAMPLER_PARAMS, SamplerSpec
 from splitctl.cli.attach import Talk, answer_once
 from splitctl.cli.child import ask
 from splitctl.cli.hosts import address_of, told
 from splitctl.cli.options import (
-    MODES,
-    Mode,
+    MODE,
+    Parsed,
     json_option,
     library_option,
     placement_options,
@@ -22,42 +22,37 @@ from splitctl.cli.options import (
     prompt_options,
     rpc_option,
     sampler_options,
+    switch_options,
     verbose_option,
 )
 from splitctl.cli.output import EXIT_OF_STATUS, ExitCode, Screen, error_body, one_line, print_json, switch_table
 from splitctl.cli.prompts import PromptUnreadable, read_prompt
 from splitctl.errors import SplitctlError
 from splitctl.ipc.jobs import RunRequest
+from splitctl.outcome import SwitchOptions
 from splitctl.placement import Placement, SplitMode
 
-_PROOFS = ("bytes", "positions", "off")
 _MAX_BATCH = 2**31 - 1
 
 #: Parameters that make sense for a session that is served.
 _WITH_SESSION = frozenset(
     {
-        "session", "prompt", "prompt_file", "chat", "n_predict", "verbose", "as_json",
-        "temp", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed", "stop",
+        "session", "prompt", "prompt_file", "chat", "n_predict", "verbose", "as_json", *SAMPLER_PARAMS,
     }
 )  # fmt: skip
 
 
-class _Chunk(click.ParamType[int]):
-    """A number of tokens, or auto."""
-
-    name = "N|auto"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Read it; auto is 0."""
-        if value == "auto":
-            return 0
-        try:
-            tokens = int(value)
-        except ValueError:
-            tokens = 0
-        if not 1 <= tokens <= _MAX_BATCH:
-            self.fail(f"{value!r} is not a number of tokens from 1 on, or auto", param, ctx)
-        return tokens
+def _chunk(text: str) -> int:
+    """Read a number of tokens; auto is 0."""
+    if text == "auto":
+        return 0
+    try:
+        tokens = int(text)
+    except ValueError:
+        tokens = 0
+    if not 1 <= tokens <= _MAX_BATCH:
+        raise ValueError(f"{text!r} is not a number of tokens from 1 on, or auto")
+    return tokens
 
 
 @click.command()
@@ -76,9 +71,8 @@ class _Chunk(click.ParamType[int]):
     "-psm",
     "--prompt-split-mode",
     "prompt_mode",
-    type=Mode(),
-    metavar=MODES,
-    help="Split mode for the prompt; where it is not -sm's, the session switches before it generates.",
+    type=MODE,
+    help="Split mode for the prompt; if it is not that of -sm, the session switches before it generates.",
 )
 @click.option(
     "-pb",
@@ -86,24 +80,21 @@ class _Chunk(click.ParamType[int]):
     "prompt_batch",
     type=click.IntRange(1, _MAX_BATCH),
     metavar="N",
-    help="Most tokens of one decode of the prompt; -b is for the generation, and the switch gives the buffers back.",
+    help="Most tokens of one decode of the prompt; -b is for the generation.",
 )
 @click.option(
     "-pub",
     "--prompt-ubatch-size",
     "prompt_ubatch",
-    type=_Chunk(),
-    metavar="[N|auto]",
-    help="Most tokens of one computed batch of the prompt; auto is the largest that every device can lend.",
+    type=Parsed("[N|auto]", _chunk),
+    help="Most tokens of the prompt computed at once; auto takes the most that every device has memory for.",
 )
-@click.option("--proof", type=click.Choice(_PROOFS), default="bytes", show_default=True, help="How a switch is proved.")
-@click.option("--no-convert", is_flag=True, help="Refuse a switch that would have to convert the cache.")
-@click.option("--force", is_flag=True, help="Switch in spite of warnings, and to what surely does not fit.")
+@switch_options
 @click.option(
     "--restore",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Begin with a saved session: a carry, or a session or slot file of llama.cpp. The prompt follows it.",
+    help="Start from a saved session: a carry, or a session or slot file of llama.cpp. The prompt follows it.",
 )
 @click.option("--save", type=click.Path(path_type=Path), metavar="FILE", help="Save the session at the end.")
 @placement_options
@@ -123,9 +114,7 @@ def run(
     prompt_mode: SplitMode | None,
     prompt_batch: int | None,
     prompt_ubatch: int | None,
-    proof: str,
-    no_convert: bool,
-    force: bool,
+    options: SwitchOptions,
     restore: Path | None,
     save: Path | None,
     placement: Placement,
@@ -143,7 +132,7 @@ def run(
         try:
             text = read_prompt(prompt, prompt_file, needed=restore is None)
         except PromptUnreadable as error:
-            return screen.fail("PromptUnreadable", error.message, ExitCode.FAILED)
+            return told(error, screen)
         if model is None or session is not None:
             return _with_session(session, text, sampler, n_predict, screen, is_chat=chat, as_json=as_json)
         request = RunRequest(
@@ -155,10 +144,8 @@ def run(
             placement=placement,
             prompt_mode=prompt_mode,
             sampler=sampler,
-            proof=proof,
-            force=force,
+            options=options,
             rpc=rpc,
-            convert=not no_convert,
             restore=restore,
             save=save,
             prompt_batch=prompt_batch,

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from splitctl.cli.hosts import CtrlC, address_of, ask_host, session_option, told
-from splitctl.cli.options import MODES, Mode, changes_options, json_option
+from splitctl.cli.options import MODE, changes_options, json_option, switch_options
 from splitctl.cli.output import (
     EXIT_OF_STATUS,
     ExitCode,
@@ -22,58 +22,53 @@ from splitctl.cli.output import (
     switch_table,
 )
 from splitctl.control.client import Client, ControlAnswer, wait
-from splitctl.control.requests import PROOFS, CheckRequest, SwitchRequest
+from splitctl.control.requests import CheckRequest, SwitchRequest
 from splitctl.errors import SplitctlError
 from splitctl.ipc.jobs import Progress
-from splitctl.outcome import to_plain
-from splitctl.placement import Placement, SplitMode
+from splitctl.outcome import SwitchOptions
+from splitctl.placement import Changes, Placement, SplitMode
 
 _STDIN = 0
 _LINE_BYTES = 4096
 
 
 @click.command()
-@click.option("--to", "to", type=Mode(), metavar=MODES, help="The split mode to switch to; the same as -sm.")
+@click.option("--to", "to", type=MODE, help="The split mode to switch to; the same as -sm.")
 @session_option
-@click.option("--proof", type=click.Choice(PROOFS), default="bytes", show_default=True, help="How a switch is proved.")
+@switch_options
 @click.option(
     "--timeout",
     "timeout_s",
     type=float,
     metavar="S",
-    help="Longest wait for the token boundary; no limit if not given.",
+    help="Longest wait for the token boundary; without it, as long as it takes.",
 )
-@click.option("--no-convert", is_flag=True, help="Refuse a switch that would have to convert the cache.")
-@click.option("--force", is_flag=True, help="Switch in spite of what a try in a child process speaks against.")
-@click.option("--dry-run", is_flag=True, help="Say what would happen, and touch nothing.")
+@click.option("--dry-run", is_flag=True, help="Say what would happen, and change nothing.")
 @changes_options
 @json_option
 def switch(
     *,
     to: SplitMode | None,
     session: str | None,
-    proof: str,
+    options: SwitchOptions,
     timeout_s: float | None,
-    no_convert: bool,
-    force: bool,
     dry_run: bool,
-    changes: dict[str, Any],
+    changes: Changes,
     as_json: bool,
 ) -> int:
-    """Switch a running session to another placement; what is not named stays as it is."""
+    """Switch a running session to another placement. What is not named stays as it is."""
     if to is not None:
         if changes.get("mode", to) is not to:
             raise click.UsageError(f"--to {to.value} and -sm {changes['mode'].value} contradict each other")
         changes["mode"] = to
     if not changes:
         raise click.UsageError("name what is to change: --to MODE, or a placement flag such as -c or --device")
-    plain = {name: to_plain(value) for name, value in changes.items()}
     with Screen(as_json=as_json) as screen:
         try:
             if dry_run:
-                body = ask_host(session, CheckRequest(plain, convert=not no_convert, force=force))
+                body = ask_host(session, CheckRequest(changes, options.convert, options.force))
                 return _show_check(body, as_json=as_json)
-            request = SwitchRequest(plain, proof, not no_convert, force, timeout_s)
+            request = SwitchRequest(changes, options.proof, options.convert, options.force, timeout_s)
             asks = not as_json and sys.stdin.isatty() and screen.console.is_terminal
             outcome = _switch(session, request, screen, asks=asks)
         except (SplitctlError, OSError) as error:
@@ -85,7 +80,7 @@ def switch(
 
 
 def _switch(session: str | None, request: SwitchRequest, screen: Screen, *, asks: bool) -> dict[str, Any] | None:
-    """Switch, and show the stages; an interrupt cancels, or asks whether to.
+    """Switch, and show the stages. Ctrl-C cancels it, or asks whether to.
 
     Returns:
         The outcome; None where the switch was left running.

@@ -14,12 +14,11 @@ from rich.table import Table
 
 from splitctl.cli.child import Interrupts
 from splitctl.cli.options import (
-    MODES,
-    Mode,
+    MODE,
     json_option,
     library_option,
+    placement_options,
     rpc_option,
-    some_placement_options,
     verbose_option,
 )
 from splitctl.cli.output import EXIT_OF_FAULT, ExitCode, Screen, error_body, mib, one_line, print_json
@@ -80,7 +79,7 @@ class CacheTypes(click.ParamType[tuple[str, ...]]):
 
 def _base_options(command: Any) -> Any:
     """Add the flags of what all the cells have in common."""
-    return some_placement_options(command, _LISTED)
+    return placement_options(command, left_out=_LISTED)
 
 
 @click.command()
@@ -96,8 +95,7 @@ def _base_options(command: Any) -> Any:
     "-sm",
     "--split-mode",
     "modes",
-    type=Mode(),
-    metavar=MODES,
+    type=MODE,
     multiple=True,
     help="A mode to try; all if none is named.",
 )
@@ -152,7 +150,7 @@ def verify(
             facts = _facts(model)
             text = _text(text_file)
         except (BadModelFile, PromptUnreadable) as error:
-            message = error.message if isinstance(error, PromptUnreadable) else str(error)
+            message = str(error)
             return screen.fail(type(error).__name__, message, ExitCode.FAILED)
         asked = Verification(
             model=model,
@@ -174,7 +172,7 @@ def verify(
             return screen.fail(type(error).__name__, message, ExitCode.FAILED)
         if report.failure is not None:
             failure = report.failure
-            return screen.fail(failure.kind, failure.message, EXIT_OF_FAULT[failure.fault])
+            return screen.fail(failure.name, failure.message, EXIT_OF_FAULT[failure.fault])
     # The bar is gone now, and leaves the terminal to the table.
     return _finish(asked, report, screen, as_json=as_json)
 

@@ -10,20 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from splitctl.carry.sequence import SamplerSpec
 from splitctl.errors import ConfigInvalid
-from splitctl.placement import MAX_SHARES, Placement, PlacementInvalid
+from splitctl.outcome import Proof, SwitchOptions
+from splitctl.placement import Changes
 
 #: A longer line is no request [bytes].
 MAX_REQUEST_BYTES = 16 * 1024 * 1024
 
 #: The control line that asks a host to stop the work of this connection.
 CANCEL = b'{"control":"cancel"}\n'
-
-PROOFS = ("bytes", "positions", "off")
-"""How a switch may be proved."""
 
 _INT32_MAX = 2**31 - 1
 #: Longest time that a switch may wait for the token boundary [seconds].
@@ -40,26 +37,28 @@ class SwitchRequest:
     """Move the session.
 
     Attributes:
-        changes: fields of the placement by name, those alone that change; values as `Placement.to_json` writes them.
-        proof: one of `PROOFS`.
-        convert: whether the carry may be converted.
-        force: whether it goes on in spite of what only a try speaks against.
+        changes: fields of the placement that change.
+        proof: as in `SwitchOptions`.
+        convert: as in `SwitchOptions`.
+        force: as in `SwitchOptions`.
         timeout_s: longest wait for the token boundary, seconds; None: as long as it takes.
     """
 
-    changes: dict[str, Any]
-    proof: str = "bytes"
+    changes: Changes
+    proof: Proof = Proof.BYTES
     convert: bool = True
     force: bool = False
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what no switch can be asked."""
-        changes_from_json(self.changes)
-        if self.proof not in PROOFS:
-            raise ConfigInvalid("proof", self.proof, f"one of {', '.join(PROOFS)}")
+        """Refuse a time that nobody waits."""
         if self.timeout_s is not None and not 0.0 <= self.timeout_s <= _MAX_TIMEOUT_S:
             raise ConfigInvalid("timeout_s", self.timeout_s, f"from 0 to {_MAX_TIMEOUT_S:g} seconds")
+
+    @property
+    def options(self) -> SwitchOptions:
+        """How the switch is to be done."""
+        return SwitchOptions(self.proof, self.convert, self.force)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +66,19 @@ class CheckRequest:
     """Say what a switch would do.
 
     Attributes:
-        changes: as for a switch.
-        convert: as for a switch.
-        force: as for a switch.
+        changes: fields of the placement that would change.
+        convert: as in `SwitchOptions`.
+        force: as in `SwitchOptions`.
     """
 
-    changes: dict[str, Any]
+    changes: Changes
     convert: bool = True
     force: bool = False
 
-    def __post_init__(self) -> None:
-        """Refuse what no switch can be asked."""
-        changes_from_json(self.changes)
+    @property
+    def options(self) -> SwitchOptions:
+        """How the switch would be done."""
+        return SwitchOptions(convert=self.convert, force=self.force)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,30 +190,6 @@ REQUESTS: Mapping[str, type] = {
     "stop": StopRequest,
     "events": EventsRequest,
 }
-
-
-def changes_from_json(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the named fields of a placement.
-
-    Args:
-        plain: field name to value, as `Placement.to_json` writes them.
-
-    Returns:
-        The same fields with the values that a placement holds; what `Placement.changed` takes.
-
-    Raises:
-        PlacementInvalid: an unknown field, or a value of the wrong kind or out of range.
-    """
-    devices = plain.get("devices", [])
-    if not isinstance(devices, list) or len(devices) > MAX_SHARES:
-        raise PlacementInvalid("devices", type(devices).__name__, f"a list of {MAX_SHARES} names at most")
-    if not all(isinstance(name, str) and name.isprintable() for name in devices):
-        raise PlacementInvalid("devices", "not a name", "names of devices (splitctl devices lists them)")
-    try:
-        whole = Placement.from_json(plain)
-    except (OverflowError, RecursionError) as error:
-        raise PlacementInvalid("placement", "a number that nothing can hold", "numbers of a usual size") from error
-    return {name: getattr(whole, name) for name in plain}
 
 
 def _refuse_relative(path: Path) -> None:

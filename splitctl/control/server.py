@@ -32,10 +32,10 @@ from splitctl.control.requests import (
     StatusRequest,
     StopRequest,
     SwitchRequest,
-    changes_from_json,
 )
 from splitctl.errors import Busy, SplitctlError
 from splitctl.ipc.wire import MessageInvalid, from_line
+from splitctl.outcome import SwitchOptions
 
 _CHUNK_BYTES = 1 << 16
 #: Turns of the loop from accepting a connection to its handler.
@@ -79,16 +79,17 @@ class SessionService(Protocol):
     def status(self) -> dict[str, Any]:
         """Say how the session is."""
 
+    def recent_switches(self) -> list[dict[str, Any]]:
+        """Give the outcomes of the last switches as they are by now, oldest first."""
+
     async def generate(self, request: GenerateRequest) -> TokenStream:
         """Begin a generation."""
 
     async def switch(
         self,
         changes: Mapping[str, Any],
+        options: SwitchOptions,
         *,
-        proof: str,
-        convert: bool,
-        force: bool,
         timeout_s: float | None,
         on_stage: Callable[[str, float], None],
     ) -> dict[str, Any]:
@@ -97,7 +98,7 @@ class SessionService(Protocol):
     def cancel_switch(self) -> None:
         """Ask the switch under way to end."""
 
-    async def check(self, changes: Mapping[str, Any], *, convert: bool, force: bool) -> dict[str, Any]:
+    async def check(self, changes: Mapping[str, Any], options: SwitchOptions) -> dict[str, Any]:
         """Say what a switch would do."""
 
     async def save(self, path: Path) -> dict[str, Any]:
@@ -255,8 +256,7 @@ class ControlServer:
             case SwitchRequest():
                 await self._switch(request, line)
             case CheckRequest():
-                changes = changes_from_json(request.changes)
-                await line.result(await self._host.check(changes, convert=request.convert, force=request.force))
+                await line.result(await self._host.check(request.changes, request.options))
             case GenerateRequest():
                 await self._generate(request, line)
             case SaveRequest():
@@ -277,12 +277,7 @@ class ControlServer:
         listener = asyncio.create_task(line.listen(self._host.cancel_switch))
         try:
             outcome = await self._host.switch(
-                changes_from_json(request.changes),
-                proof=request.proof,
-                convert=request.convert,
-                force=request.force,
-                timeout_s=request.timeout_s,
-                on_stage=on_stage,
+                request.changes, request.options, timeout_s=request.timeout_s, on_stage=on_stage
             )
         finally:
             listener.cancel()

@@ -6,14 +6,11 @@ and after a switch, and a chain outlives the model that it sampled for.
 
 from __future__ import annotations
 
-import dataclasses
-import secrets
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from llama_native import CANDIDATE_BYTES, ChainParams, SamplerChain
-from splitctl.carry.sequence import RANDOM_SEED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +24,7 @@ _CANDIDATE = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])
 
 
 class Sampler:
-    """A chain with its candidate array and what it has been told.
+    """A chain with its candidate array and the tokens that it accepted.
 
     Thread: one at a time; the session's turn guards it. Lifetime: until :meth:`close`.
     """
@@ -37,18 +34,15 @@ class Sampler:
 
         Args:
             library: the open library.
-            spec: how to draw; a seed of RANDOM_SEED is replaced by a random one, which ``spec`` then shows.
+            spec: how to draw; ``self.spec`` has the seed that is used where this one asks for a random one.
             n_vocab: tokens in the vocabulary.
 
         Raises:
             llama_native.CallFailed: the library refused one of the samplers.
         """
         if _CANDIDATE.itemsize != CANDIDATE_BYTES:
-            msg = "a candidate is 12 bytes"
-            raise AssertionError(msg)
-        if spec.seed == RANDOM_SEED:
-            spec = dataclasses.replace(spec, seed=secrets.randbelow(RANDOM_SEED))
-        self.spec = spec
+            raise AssertionError("a candidate is 12 bytes")
+        self.spec = spec = spec.seeded()
         self.accepted: list[int] = []
         self._candidates = np.zeros(n_vocab, _CANDIDATE)
         self._ids = np.arange(n_vocab, dtype=np.int32)
@@ -72,7 +66,7 @@ class Sampler:
         return self._chain.n_draws
 
     def sample(self, logits: NDArray[np.float32]) -> int:
-        """Draw one token and tell the chain that it was taken.
+        """Draw one token, which the chain accepts.
 
         Args:
             logits: float32[n_vocab]; not changed.
@@ -89,7 +83,7 @@ class Sampler:
         return token
 
     def accept(self, token: int) -> None:
-        """Tell the chain about a token that was taken (the prompt's too: penalties look back at it)."""
+        """Let the chain accept a token, of the prompt too: penalties look back at it."""
         self._chain.accept(token)
         self.accepted.append(token)
 
@@ -97,7 +91,7 @@ class Sampler:
         """Bring this fresh sampler to where a carried one was.
 
         Args:
-            accepted: the tokens that it was told, oldest first.
+            accepted: the tokens that it accepted, oldest first.
             n_draws: the random draws that it made.
         """
         self.accepted.extend(int(token) for token in accepted)

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from splitctl.control.connection import event_body
-from splitctl.control.requests import REQUESTS, CheckRequest, SwitchRequest, changes_from_json
+from splitctl.control.requests import REQUESTS
 from splitctl.control.server import SessionService
 from splitctl.errors import Busy, SplitctlError
 from splitctl.http.answers import comment
@@ -28,6 +28,7 @@ from splitctl.http.errors import ApiError, api_error
 from splitctl.http.intake import Intake
 from splitctl.http.sse import EventStream
 from splitctl.ipc.wire import from_object, shown
+from splitctl.outcome import SwitchOptions
 from splitctl.placement import SplitMode
 
 #: Longest silence of the events [seconds].
@@ -146,11 +147,15 @@ class Admin:
             if not isinstance(changes, dict) or changes.get("mode", mode) != mode:
                 raise ApiError(400, f"to is {shown(mode)}; wanted: one mode, in to or in changes", param="to")
             body["changes"] = {**changes, "mode": mode}
+        kind = "check" if is_dry else "switch"
+        asked = from_object({**body, "kind": kind}, {kind: REQUESTS[kind]})
         if is_dry:
-            check = from_object({**body, "kind": "check"}, {"check": REQUESTS["check"]})
-            return JSONResponse(await self._check(check))
-        asked = from_object({**body, "kind": "switch"}, {"switch": REQUESTS["switch"]})
-        return JSONResponse(await self._switch(asked))
+            return JSONResponse(await self._host.check(asked.changes, asked.options))
+        return JSONResponse(
+            await self._host.switch(
+                asked.changes, asked.options, timeout_s=asked.timeout_s, on_stage=lambda _stage, _share: None
+            )
+        )
 
     async def cancel(self, _request: Request) -> Response:
         """Ask the switch under way to end in the old placement."""
@@ -180,20 +185,6 @@ class Admin:
 
     # ---- the work behind them ----
 
-    async def _switch(self, asked: SwitchRequest) -> dict[str, Any]:
-        return await self._host.switch(
-            changes_from_json(asked.changes),
-            proof=asked.proof,
-            convert=asked.convert,
-            force=asked.force,
-            timeout_s=asked.timeout_s,
-            on_stage=lambda _stage, _share: None,
-        )
-
-    async def _check(self, asked: CheckRequest) -> dict[str, Any]:
-        changes = changes_from_json(asked.changes)
-        return await self._host.check(changes, convert=asked.convert, force=asked.force)
-
     async def _judgements(self, status: Mapping[str, Any]) -> dict[str, Any]:
         """Judge every mode once for each placement: a mode may be tried in a child process for it."""
         here = json.dumps(status.get("placement"), sort_keys=True)
@@ -206,7 +197,7 @@ class Admin:
 
     async def _judge(self, mode: SplitMode) -> dict[str, Any]:
         try:
-            found = await self._host.check({"mode": mode}, convert=True, force=False)
+            found = await self._host.check({"mode": mode}, SwitchOptions())
         except Busy as error:
             # It says nothing about the mode, and is not kept.
             raise api_error(error) from error

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from splitctl.carry.sequence import RANDOM_SEED, SamplerSpec
+from splitctl.carry.sequence import RANDOM_SEED, SAMPLER_PARAMS, SamplerSpec
 from splitctl.control.requests import ChatMessage, GenerateRequest
 from splitctl.errors import ConfigInvalid
 from splitctl.http.errors import ApiError
@@ -25,12 +25,9 @@ Body = Mapping[str, Any]
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 #: Characters of the name that a client uses for the model, and of a role.
 MAX_MODEL_CHARS, MAX_ROLE_CHARS = 256, 64
-#: Tokens that a penalty looks back on: the library keeps room for as many [tokens].
-MAX_LAST_N = 1 << 20
 
 _MAX_MESSAGES = 4096
 _MAX_TOKENS = 2**31 - 1
-_SEED_END = 2**32
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,22 +144,15 @@ def _asked(body: Body, model: str, most: str, *, is_chat: bool, **prompt: Any) -
 
 def _sampler(body: Body) -> SamplerSpec:
     """Read how tokens are drawn; what is not given is llama.cpp's default."""
-    plain = SamplerSpec()
-    seed = int(_number(body, "seed", RANDOM_SEED, -(2**63), 2**63 - 1, whole=True))
-    try:
-        return SamplerSpec(
-            temp=_number(body, "temperature", plain.temp, 0.0, 100.0),
-            top_k=int(_number(body, "top_k", plain.top_k, -1, _MAX_TOKENS, whole=True)),
-            top_p=_number(body, "top_p", plain.top_p, 0.0, 1.0),
-            min_p=_number(body, "min_p", plain.min_p, 0.0, 1.0),
-            repeat_penalty=_number(body, "repeat_penalty", plain.repeat_penalty, 1e-6, 100.0),
-            repeat_last_n=int(_number(body, "repeat_last_n", plain.repeat_last_n, -1, MAX_LAST_N, whole=True)),
-            # The library's seeds have 32 bits; the last one means a random one.
-            seed=seed % _SEED_END if body.get("seed") is not None and seed != -1 else RANDOM_SEED,
-            stop=_stops(body.get("stop")),
-        )
-    except ConfigInvalid as error:
-        raise ApiError(400, str(error), param=error.field) from error
+    given: dict[str, Any] = {}
+    for name, param in SAMPLER_PARAMS.items():
+        if isinstance(param.default, tuple):
+            given[name] = _stops(body.get(param.json_name))
+        else:
+            whole = isinstance(param.default, int)
+            given[name] = _number(body, param.json_name, param.default, *param.served, whole=whole)
+    # The library's seeds have 32 bits; the last one, and so -1, means a random one.
+    return SamplerSpec(**{**given, "seed": given["seed"] % (RANDOM_SEED + 1)})
 
 
 def _stops(value: Any) -> tuple[str, ...]:

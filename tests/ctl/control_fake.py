@@ -16,6 +16,7 @@ from splitctl.control.server import ControlLimits, ControlServer
 from splitctl.control.sockets import Address, claim, prepared
 from splitctl.errors import Busy
 from splitctl.host.streams import Begun, Delta, Done, Why
+from splitctl.outcome import SwitchOptions
 
 
 class FakeStream:
@@ -79,10 +80,15 @@ class FakeHost:
         return FakeStream(self, request.n_predict)
 
     async def switch(
-        self, changes: Mapping[str, Any], *, on_stage: Callable[[str, float], None], **more: Any
+        self,
+        changes: Mapping[str, Any],
+        options: SwitchOptions,
+        *,
+        on_stage: Callable[[str, float], None],
+        **more: Any,
     ) -> dict[str, Any]:
-        """Tell one stage and wait for the end."""
-        self._take("switch", changes=dict(changes), **more)
+        """Report one stage and wait for the end."""
+        self._take("switch", changes=dict(changes), options=options, **more)
         if self.is_switching:
             what = "a switch"
             raise Busy(what)
@@ -98,9 +104,9 @@ class FakeHost:
         self.was_cancelled = True
         self.switch_end.set()
 
-    async def check(self, changes: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    async def check(self, changes: Mapping[str, Any], options: SwitchOptions) -> dict[str, Any]:
         """Note the call."""
-        self._take("check", changes=dict(changes), **more)
+        self._take("check", changes=dict(changes), options=options)
         return {"is_unchanged": False}
 
     async def save(self, path: Path) -> dict[str, Any]:

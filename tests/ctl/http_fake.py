@@ -15,6 +15,7 @@ from splitctl.control.requests import GenerateRequest
 from splitctl.host.events import Hub
 from splitctl.host.streams import Done, Stream, Why
 from splitctl.http import HttpConfig, HttpServer
+from splitctl.outcome import SwitchOptions
 from tests.ctl.web import Answer, asked
 
 _T = TypeVar("_T")
@@ -63,7 +64,7 @@ class FakeSession:
         self.cancelled.set()
         stream.end(Done(Why.CANCELLED))
 
-    async def switch(self, changes: Mapping[str, Any], **_more: Any) -> dict[str, Any]:
+    async def switch(self, changes: Mapping[str, Any], _options: SwitchOptions, **_more: Any) -> dict[str, Any]:
         """Say what was asked."""
         self._fail()
         return {"status": "switched", "requested": changes["mode"].value}
@@ -72,7 +73,7 @@ class FakeSession:
         """Note it."""
         self.cancelled.set()
 
-    async def check(self, changes: Mapping[str, Any], **_more: Any) -> dict[str, Any]:
+    async def check(self, changes: Mapping[str, Any], _options: SwitchOptions) -> dict[str, Any]:
         """Allow everything but a row split."""
         self._fail()
         reasons = [{"code": "no-row", "text": "this build has no row mode"}] if changes["mode"].value == "row" else []

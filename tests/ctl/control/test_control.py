@@ -21,13 +21,16 @@ from splitctl.control.sockets import Address, NoSuchSession
 from splitctl.errors import Busy, Cancelled, Parked, Reason, Refused
 from splitctl.ipc.jobs import Fault
 from splitctl.ipc.wire import MessageInvalid, from_line, to_line
-from splitctl.placement import SplitMode
+from splitctl.outcome import Proof, SwitchOptions
+from splitctl.placement import Changes, SplitMode
 from tests.ctl.control_fake import Served, served
 
 REQUESTS = (
     requests.StatusRequest(),
-    requests.SwitchRequest({"mode": "tensor", "tensor_split": [3, 1]}, "off", convert=False, force=True, timeout_s=2.5),
-    requests.CheckRequest({}, convert=False, force=True),
+    requests.SwitchRequest(
+        Changes(mode=SplitMode.TENSOR, tensor_split=(3.0, 1.0)), Proof.OFF, convert=False, force=True, timeout_s=2.5
+    ),
+    requests.CheckRequest(Changes(), convert=False, force=True),
     requests.GenerateRequest(prompt="é\n", n_predict=5, sampler=SamplerSpec(seed=3, stop=("a",))),
     requests.GenerateRequest(messages=(requests.ChatMessage("user", "hi"),), parse_special=True),
     requests.GenerateRequest(tokens=(1, 2), add_special=False),
@@ -149,9 +152,7 @@ def test_everything_arrives_and_is_answered() -> None:
         assert names == ["check", "save", "restore", "stop", "switch"]
         assert here.host.calls[4][1] == {
             "changes": {"mode": SplitMode.TENSOR, "tensor_split": (3.0, 1.0)},
-            "proof": "off",
-            "convert": False,
-            "force": True,
+            "options": SwitchOptions(Proof.OFF, convert=False, force=True),
             "timeout_s": 2.5,
         }
 

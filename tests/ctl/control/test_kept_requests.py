@@ -21,10 +21,10 @@ from splitctl.control.requests import (
     StatusRequest,
     StopRequest,
     SwitchRequest,
-    changes_from_json,
 )
 from splitctl.ipc.wire import from_line, to_line
-from splitctl.placement import FlashAttn, Placement, SplitMode
+from splitctl.outcome import Proof
+from splitctl.placement import Changes, FlashAttn, Placement, SplitMode
 
 KEPT = Path(__file__).parents[2] / "golden" / "control" / "requests.jsonl"
 LINES = KEPT.read_bytes().splitlines(keepends=True)
@@ -34,17 +34,18 @@ TARGET = Placement(
     type_k="q8_0", type_v="q4_0", offload_kqv=False, flash_attn=FlashAttn.ON, n_batch=1024, n_ubatch=256, n_seq_max=4,
     kv_unified=True, n_threads=6, n_threads_batch=12,
 )  # fmt: skip
+CHANGES = Changes.from_json(TARGET.to_json())
 SAMPLER = SamplerSpec(
     temp=1.25, top_k=20, top_p=0.9, min_p=0.125, repeat_penalty=1.5, repeat_last_n=-1, seed=4294967294,
     stop=("\n", "énd"),
 )  # fmt: skip
 WANTED: tuple[ControlRequest, ...] = (
     StatusRequest(),
-    SwitchRequest({"mode": "tensor"}),
-    SwitchRequest(TARGET.to_json(), "positions", convert=False, force=True, timeout_s=2.5),
-    SwitchRequest({"tensor_split": None}, "off", timeout_s=30.0),
-    CheckRequest({}),
-    CheckRequest(TARGET.to_json(), convert=False, force=True),
+    SwitchRequest(Changes(mode=SplitMode.TENSOR)),
+    SwitchRequest(CHANGES, Proof.POSITIONS, convert=False, force=True, timeout_s=2.5),
+    SwitchRequest(Changes(tensor_split=None), Proof.OFF, timeout_s=30.0),
+    CheckRequest(Changes()),
+    CheckRequest(CHANGES, convert=False, force=True),
     GenerateRequest(prompt='a "b"\né \U0001f600'),
     GenerateRequest(prompt="x", add_special=False, parse_special=True, n_predict=5, sampler=SAMPLER),
     GenerateRequest(messages=(ChatMessage("system", "be brief"), ChatMessage("user", "hé"))),
@@ -68,5 +69,5 @@ def test_the_kept_lines_leave_nothing_out() -> None:
     assert {type(one) for one in WANTED} == set(REQUESTS.values())
     defaults = Placement().to_json()
     assert not [name for name, value in TARGET.to_json().items() if value == defaults[name]]
-    assert TARGET == Placement(**changes_from_json(TARGET.to_json()))
+    assert Placement(**CHANGES) == TARGET
     assert not [name for name, value in asdict(SAMPLER).items() if value == asdict(SamplerSpec())[name]]

@@ -17,7 +17,8 @@ from splitctl.http import answers, bodies
 from splitctl.http.admin import Admin
 from splitctl.http.errors import ApiError, api_error
 from splitctl.http.intake import HttpLimits, Intake
-from splitctl.outcome import to_plain
+from splitctl.outcome import SwitchOptions, to_plain
+from splitctl.placement import Changes
 
 SAYS = [{"role": "user", "content": "hi"}]
 
@@ -207,14 +208,17 @@ class Host:
         """Serve."""
         return {"state": "serving"}
 
-    async def switch(self, changes: Any, *, timeout_s: float | None, on_stage: Any, **options: Any) -> dict[str, Any]:
+    async def switch(
+        self, changes: Changes, options: SwitchOptions, *, timeout_s: float | None, on_stage: Any
+    ) -> dict[str, Any]:
         """Say what was asked."""
         del on_stage
-        return {"switch": {"changes": to_plain(dict(changes)), "timeout_s": timeout_s, **options}}
+        how = {"proof": options.proof.value, "convert": options.convert, "force": options.force}
+        return {"switch": {"changes": changes.to_json(), "timeout_s": timeout_s, **how}}
 
-    async def check(self, changes: Any, **options: Any) -> dict[str, Any]:
+    async def check(self, changes: Changes, options: SwitchOptions) -> dict[str, Any]:
         """Say what was asked."""
-        return {"check": {"changes": to_plain(dict(changes)), **options}}
+        return {"check": {"changes": changes.to_json(), "convert": options.convert, "force": options.force}}
 
     async def save(self, path: Path) -> dict[str, Any]:
         """Say what was asked."""
@@ -234,7 +238,7 @@ class Asking:
 
 
 def _made(route: str, body: dict[str, Any]) -> Any:
-    admin = Admin(Host(), Intake(HttpLimits()), None, None, Path("/files"), is_open=True)  # type: ignore[arg-type]
+    admin = Admin(Host(), Intake(HttpLimits()), None, Path("/files"), is_open=True)  # type: ignore[arg-type]
     try:
         match route:
             case "/v1/chat/completions":

@@ -184,7 +184,7 @@ def test_a_carry_that_the_host_cannot_hold_is_refused(tmp_path: Path) -> None:
 def _run(*, batch: int | None = None, ubatch: int | None = None, mode: SplitMode | None = None) -> RunRequest:
     placement = dataclasses.replace(LAYER, mode=SplitMode.TENSOR, n_ctx=8192, n_batch=512, n_ubatch=128)
     return RunRequest(
-        Path("m"), None, "p", False, 1, placement, mode, SamplerSpec(), "bytes", False,
+        Path("m"), None, "p", False, 1, placement, mode, SamplerSpec(),
         prompt_batch=batch, prompt_ubatch=ubatch,
     )  # fmt: skip
 

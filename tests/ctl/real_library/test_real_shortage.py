@@ -20,6 +20,7 @@ from splitctl.carry.sequence import SamplerSpec
 from splitctl.control.client import ask
 from splitctl.control.requests import GenerateRequest, StatusRequest, SwitchRequest
 from splitctl.control.sockets import Address
+from splitctl.placement import Changes, SplitMode
 from tools.make_dummies import default_folder, make_big
 
 pytestmark = [pytest.mark.build, pytest.mark.model, pytest.mark.slow]
@@ -180,7 +181,7 @@ def test_a_model_that_dies_of_its_first_decode(library: Path, gemma3_270m: Path,
         reader = Reader(host, prompt, 30)
         thread = reader.start()
         reader.has_some.wait()
-        request = SwitchRequest({"mode": "tensor"}, force=True)
+        request = SwitchRequest(Changes(mode=SplitMode.TENSOR), force=True)
         first = ask(host.address, request, timeout_s=_GUARD_S)
         thread.join()
         after = host.status()
