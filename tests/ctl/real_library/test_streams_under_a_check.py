@@ -1,0 +1,85 @@
+"""A switch that is first tried in a child process: streams go on meanwhile, and stand still for the switch alone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from splitctl.control.requests import ChatMessage, GenerateRequest
+from splitctl.host.streams import Delta
+from splitctl.host.supervisor import Supervisor
+from splitctl.placement import SplitMode
+from tests.ctl.hosting import GREEDY, GUARD_S, LAYER, config, environment
+
+_N_STREAMS = 4
+
+
+@dataclass(slots=True)
+class _Times:
+    """When what was seen, seconds of one clock.
+
+    Attributes:
+        tokens: of each stream.
+        stages: the first time that each stage of the switch was told.
+    """
+
+    tokens: list[list[float]] = field(default_factory=lambda: [[] for _ in range(_N_STREAMS)])
+    stages: dict[str, float] = field(default_factory=dict)
+
+    def within(self, stream: int, first: float, last: float) -> int:
+        """Count the tokens of a stream between two moments."""
+        return sum(first < at <= last for at in self.tokens[stream])
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_streams_go_on_while_a_switch_is_tried_in_a_child(smollm2: Path, tmp_path: Path) -> None:
+    """Each of four streams gets tokens all through the trial; its longest wait is the one for the switch itself."""
+    times = _Times()
+
+    async def follow(supervisor: Supervisor, number: int) -> None:
+        story = ChatMessage("user", f"Tell me a very long story about {number + 2} friends at sea.")
+        request = GenerateRequest(messages=(story,), n_predict=-1, sampler=GREEDY)
+        async for event in await supervisor.generate(request):
+            if isinstance(event, Delta) and event.token is not None:
+                times.tokens[number].append(time.perf_counter())
+
+    async def run() -> None:
+        # A cache of its own: nothing is known of tensor mode yet, so it is tried.
+        supervisor = Supervisor(
+            config(tmp_path, smollm2, None, placement=LAYER.changed(n_seq_max=_N_STREAMS, n_ctx=4096)),
+            env=environment(tmp_path),
+            log=lambda _: None,
+        )
+        await supervisor.start()
+        streams = [asyncio.ensure_future(follow(supervisor, number)) for number in range(_N_STREAMS)]
+        try:
+            async with asyncio.timeout(4 * GUARD_S):
+                while not all(times.tokens):
+                    await asyncio.wait(streams, timeout=0.01, return_when=asyncio.FIRST_COMPLETED)
+                outcome = await supervisor.switch(
+                    {"mode": SplitMode.TENSOR},
+                    on_stage=lambda name, _: times.stages.setdefault(name, time.perf_counter()),
+                )
+                assert (outcome["status"], outcome["effective"]) == ("switched", "tensor")
+                n_before = [len(tokens) for tokens in times.tokens]
+                while any(len(tokens) <= n for tokens, n in zip(times.tokens, n_before, strict=True)):
+                    await asyncio.wait(streams, timeout=0.01, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await supervisor.stop(save=False)
+            await asyncio.gather(*streams, return_exceptions=True)
+
+    asyncio.run(run())
+    stages = times.stages
+    assert list(stages)[:3] == ["checking", "quiescing", "saving"]
+    for stream, tokens in enumerate(times.tokens):
+        assert times.within(stream, stages["checking"], stages["quiescing"]) >= 3
+        # One that was drawn before the boundary may still be on its way.
+        assert times.within(stream, stages["saving"], stages["proving"]) <= 1
+        begin, end = max(pairwise(tokens), key=lambda pair: pair[1] - pair[0])
+        assert begin <= stages["sealing"] < end
