@@ -7,7 +7,7 @@ from pathlib import Path
 from splitctl.host.events import WorkerGone
 from splitctl.host.streams import Why
 from splitctl.placement import FlashAttn, SplitMode
-from tests.ctl.host.test_supervisor import Stage, play
+from tests.ctl.host.test_supervisor import FORCED, Stage, play
 from tests.ctl.hosting import LAYER
 from tests.stublib import needs_compiler
 
@@ -24,7 +24,7 @@ def test_p8_an_abort_of_a_load_is_a_load_that_failed(tmp_path: Path) -> None:
             await client.has(2)
             if is_disturbed:
                 stage.arm("load:abort:tensor")
-                outcome = await stage.switch(force=True)
+                outcome = await stage.switch(options=FORCED)
                 assert (outcome["status"], outcome["requested"], outcome["effective"]) == (
                     "fell_back",
                     "tensor",
@@ -47,11 +47,11 @@ def test_r7_after_an_abort_the_next_attempt_is_a_process_of_its_own(tmp_path: Pa
         events = supervisor.subscribe()
         first = supervisor.worker_pid
         stage.arm("load:abort:tensor@1")
-        assert (await stage.switch(force=True))["status"] == "fell_back"
+        assert (await stage.switch(options=FORCED))["status"] == "fell_back"
         gone = await anext(one async for one in events if isinstance(one, WorkerGone))
         assert gone.pid == first != supervisor.worker_pid
         second = supervisor.worker_pid
-        outcome = await stage.switch(force=True)
+        outcome = await stage.switch(options=FORCED)
         assert (outcome["status"], outcome["effective"]) == ("switched", "tensor")
         # The good case happens within the worker.
         assert supervisor.worker_pid == second
@@ -86,7 +86,7 @@ def test_p19_a_fallback_differs_in_nothing_and_status_does_not_lie(tmp_path: Pat
     async def script(stage: Stage) -> None:
         before = stage.supervisor.status()["placement"]
         stage.arm("load:abort:tensor@1")
-        outcome = await stage.supervisor.switch({"mode": SplitMode.TENSOR, "n_ubatch": 128}, force=True)
+        outcome = await stage.supervisor.switch({"mode": SplitMode.TENSOR, "n_ubatch": 128}, options=FORCED)
         status = stage.supervisor.status()
         assert outcome["effective_placement"] == status["placement"] == before
         assert outcome["requested_placement"]["n_ubatch"] == 128

@@ -41,7 +41,7 @@ from splitctl.ipc.orders import (
     Tokenized,
     Trial,
 )
-from splitctl.outcome import Stage, SwitchOutcome, SwitchStatus
+from splitctl.outcome import Stage, SwitchOptions, SwitchOutcome, SwitchStatus
 from splitctl.placement import Placement, SplitMode
 from tests.ctl.hosting import GUARD_S, LAYER, TENSOR, Client, ScriptedLink, ask, config, request_of, soon
 from tests.stublib import write_model
@@ -715,9 +715,9 @@ def test_a_check_tells_what_is_known(tmp_path: Path) -> None:
     """The worker's findings, the modes, and the time that such a switch has taken before."""
 
     async def script(scene: Scene) -> None:
-        asked = asyncio.ensure_future(scene.supervisor.check({"mode": SplitMode.TENSOR}, force=True))
+        asked = asyncio.ensure_future(scene.supervisor.check({"mode": SplitMode.TENSOR}, SwitchOptions(force=True)))
         order = await scene.order(Check)
-        assert (order.target, order.convert, order.force) == (TENSOR, True, True)
+        assert (order.target, order.options) == (TENSOR, SwitchOptions(force=True))
         reason = {"code": "c", "text": "t"}
         scene.link.report(Checked(order.order, TENSOR, reasons=(reason,), conversions=("x",), state_bytes=5))
         found = await asked

@@ -21,6 +21,7 @@ from splitctl.host.pending import OrderFailed
 from splitctl.host.streams import Why
 from splitctl.host.supervisor import HostState, Supervisor
 from splitctl.ipc.jobs import Fault
+from splitctl.outcome import SwitchOptions
 from splitctl.placement import Placement, SplitMode
 from tests.ctl.hosting import GREEDY, GUARD_S, LAYER, TENSOR, Client, ask, config, environment, request_of, soon
 from tests.stublib import FaultFile, build, needs_compiler, write_model
@@ -35,6 +36,9 @@ _STAGES = ("checking", "sealing", "freeing", "placing", "proving")
 
 _PACE_US = 20_000
 """Time of a decode: streams must be there when something happens to them, on whatever machine."""
+
+
+FORCED = SwitchOptions(force=True)
 
 
 class Stage:
@@ -179,7 +183,7 @@ def test_an_abort_on_trial_is_fallen_back_from(tmp_path: Path, undisturbed: tupl
         client = await stage.ask(0)
         await client.has(2)
         events = stage.supervisor.subscribe()
-        assert (await stage.switch(force=True))["status"] == "switched"
+        assert (await stage.switch(options=FORCED))["status"] == "switched"
         async for event in events:
             if isinstance(event, TrialEnded):
                 break
@@ -200,7 +204,7 @@ def test_a_switch_that_hangs_is_ended_by_its_silence(tmp_path: Path) -> None:
         client = await stage.ask(0)
         await client.has(2)
         stages: list[str] = []
-        asked = stage.switch(on_stage=lambda name, _share: stages.append(name), force=True)
+        asked = stage.switch(on_stage=lambda name, _share: stages.append(name), options=FORCED)
         await soon(lambda: "placing" in stages)
         with pytest.raises(Busy, match="a switch to tensor"):
             await stage.supervisor.switch({"mode": SplitMode.TENSOR})
@@ -265,7 +269,7 @@ def test_a_parked_session_comes_back(tmp_path: Path, undisturbed: tuple[tuple[in
         events = stage.supervisor.subscribe()
         if is_sealed:
             stage.arm("load:abort")
-            outcome = await stage.switch(force=True)
+            outcome = await stage.switch(options=FORCED)
             assert (outcome["status"], outcome["effective"], outcome["stage"]) == ("parked", None, "placing")
         else:
             stage.arm("load:null")
