@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from llama_native.declarations import StructLayout
 from llama_native.errors import UnsupportedAbi
-from llama_native.layouts import STRUCTS, Answer, KnownLayout, catalogue, known_layouts
+from llama_native.layouts import STRUCTS, KnownLayout, StructAnswer, catalogue, known_layouts
 
 FILLS = (0xA5, 0x5A)
 """The two bytes that a probing caller fills its buffers with."""
@@ -37,9 +37,9 @@ _NEXT_ACTION = "use one of the builds named, or make a profile for this one with
 class Observed:
     """Everything about a library that tells its layout."""
 
-    model: Answer
-    context: Answer
-    batch: Answer
+    model: StructAnswer
+    context: StructAnswer
+    batch: StructAnswer
     exports: frozenset[str]
     """Exported symbols; empty where they could not be listed."""
 
@@ -52,33 +52,22 @@ class Observed:
         batch: tuple[bytes, bytes],
         exports: frozenset[str],
     ) -> Observed:
-        """Take the probing of the three functions, each a pair of buffers (see :meth:`Answer.from_fills`).
+        """Take the probing of the three functions, each a pair of buffers (see :meth:`StructAnswer.from_fills`).
 
         Args:
             model: of ``llama_model_default_params``.
             context: of ``llama_context_default_params``.
             batch: of ``llama_batch_get_one`` called with a non-NULL pointer and two tokens.
             exports: the library's exported symbols.
-
-        Returns:
-            The observation.
         """
-        return cls(Answer.from_fills(*model), Answer.from_fills(*context), Answer.from_fills(*batch), exports)
+        return cls(
+            StructAnswer.from_fills(*model), StructAnswer.from_fills(*context), StructAnswer.from_fills(*batch), exports
+        )
 
     @classmethod
     def from_values(cls, *, model: bytes, context: bytes, batch: bytes, exports: frozenset[str]) -> Observed:
-        """Take by-value returns into structs that are declared larger than any known one.
-
-        Args:
-            model: as in :meth:`from_fills`, one buffer.
-            context: likewise.
-            batch: likewise.
-            exports: the library's exported symbols.
-
-        Returns:
-            The observation, without knowledge of what was written.
-        """
-        return cls(Answer(model, None), Answer(context, None), Answer(batch, None), exports)
+        """Take by-value returns into structs declared larger than any known one; what was written is unknown."""
+        return cls(StructAnswer(model, None), StructAnswer(context, None), StructAnswer(batch, None), exports)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +103,6 @@ def supported_builds() -> tuple[str, ...]:
 
 def identify(observed: Observed) -> Profile:
     """Find the layout of a library from what it wrote and what it exports.
-
-    Args:
-        observed: the answers of its default functions, and its exports.
-
-    Returns:
-        The profile to bind it with.
 
     Raises:
         UnsupportedAbi: a fork, a layout that is not known, one that contradicts itself, or a build that is too old.
@@ -178,7 +161,7 @@ def _refuse_fork(observed: Observed) -> None:
         )
 
 
-def _match(kind: str, answer: Answer) -> KnownLayout:
+def _match(kind: str, answer: StructAnswer) -> KnownLayout:
     struct_name = STRUCTS[kind]
     function = "llama_batch_get_one" if kind == "batch" else f"llama_{kind}_default_params"
     if not answer.values:

@@ -45,6 +45,7 @@ def _candidates(ffi: cffi.FFI, logits: tuple[float, ...]) -> tuple[Any, Any]:
         data[index].id, data[index].logit, data[index].p = index, logit, 0.0
     array = ffi.new("llama_token_data_array *")
     array.data, array.size, array.selected, array.sorted = data, len(logits), -1, False
+    # A pointer that is stored in a C struct does not keep its target alive in cffi: the caller has to hold both.
     return array, data
 
 
@@ -63,6 +64,8 @@ def _penalised(ffi: cffi.FFI, lib: Any, *, n_vocab_first: bool) -> bool | None:
     """
     if not hasattr(lib, "llama_sampler_init_penalties"):
         return None
+    # A C call with an argument too many or too few does not fail, it reads what lies in the registers: the header that
+    # fits has to be proved by what the sampler does.
     arguments = (3, 1, 2.0, 0.0, 0.0) if n_vocab_first else (1, 2.0, 0.0, 0.0)
     sampler = lib.llama_sampler_init_penalties(*arguments)
     if not sampler:

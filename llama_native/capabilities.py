@@ -70,14 +70,7 @@ REQUIRED: tuple[str, ...] = ("load", "context", "decode", "vocab", "memory", "st
 
 
 def detect(exported: Callable[[str], bool]) -> dict[str, tuple[str, ...]]:
-    """Tell which capabilities a library has.
-
-    Args:
-        exported: answers whether the library exports a symbol.
-
-    Returns:
-        Capability name -> the symbols of the alternative that is there; absent capabilities are left out.
-    """
+    """Tell which capabilities a library has: name -> the symbols of the alternative that is there."""
     found: dict[str, tuple[str, ...]] = {}
     for name, alternatives in CAPABILITIES.items():
         for symbols in alternatives:
@@ -89,10 +82,6 @@ def detect(exported: Callable[[str], bool]) -> dict[str, tuple[str, ...]]:
 
 def require(found: Mapping[str, tuple[str, ...]], exported: Callable[[str], bool]) -> None:
     """Refuse a library that lacks something a session cannot do without.
-
-    Args:
-        found: what :func:`detect` returned.
-        exported: answers whether the library exports a symbol.
 
     Raises:
         CapabilityMissing: naming every missing symbol of every required capability at once.

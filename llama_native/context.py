@@ -46,7 +46,7 @@ class Context:
         self._pointer: Any = None
         with library.calling() as (ffi, lib):
             c_params = lib.llama_context_default_params()
-            fill_context_params(c_params, params, library.context_fields)
+            fill_context_params(c_params, params, library.profile.context_fields)
             self._abort = ffi.callback("bool(void *)", lambda _: bool(abort())) if abort is not None else None
             if self._abort is not None:
                 c_params.abort_callback = self._abort
@@ -82,6 +82,7 @@ class Context:
         if self._pointer is None:
             return
         pointer, self._pointer = self._pointer, None
+        # In a forked child the devices and threads behind the pointer are gone: freeing would hang or abort.
         if self.library.forked:
             return
         with self.library.calling() as (_, lib):
@@ -137,10 +138,13 @@ class Context:
             raise ValueError(msg)
         with self.library.calling() as (ffi, lib):
             pointer = self.pointer
+            # Each of these is held by a name until the call has returned: the batch keeps bare pointers only.
             c_tokens = ffi.from_buffer("int32_t[]", array("i", tokens))
             c_positions = ffi.from_buffer("int32_t[]", array("i", positions))
             c_seqs = ffi.from_buffer("int32_t[]", array("i", seq_ids))
             c_counts = ffi.from_buffer("int32_t[]", array("i", [1]) * n)
+            # seq_id is an array of pointers, one a token. Its addresses are written as numbers: an assignment for each
+            # would cost more than a decode of one token.
             base = int(ffi.cast("uintptr_t", c_seqs))
             c_seq_pointers = ffi.from_buffer("int32_t *[]", array("Q", range(base, base + 4 * n, 4)))
             c_outputs = ffi.from_buffer("int8_t[]", array("b", [1 if o else 0 for o in outputs]))
@@ -149,6 +153,7 @@ class Context:
             batch.n_seq_id, batch.seq_id, batch.logits = c_counts, c_seq_pointers, c_outputs
             rc = int(getattr(lib, function)(pointer, batch[0]))
             if rc == 0:
+                # A decode returns before the devices are done; without this a fault would show at some later call.
                 lib.llama_synchronize(pointer)
         if rc != 0:
             raise CallFailed(function, rc, self.library.log.said(6))

@@ -251,56 +251,26 @@ def _examine(path: Path) -> tuple[ElfFile | None, str]:
 
 
 def exported_symbols(path: str | os.PathLike[str]) -> frozenset[str]:
-    """List a library's exported symbols.
-
-    Args:
-        path: the library.
-
-    Returns:
-        Names; empty where the file is not an ELF file of this machine.
-    """
+    """List a library's exported symbols; empty where the file is not an ELF file of this machine."""
     elf, _ = _examine(Path(path))
     return elf.exports if elf else frozenset()
 
 
 def needed_libraries(path: str | os.PathLike[str]) -> tuple[str, ...]:
-    """List the libraries that a library names as needed.
-
-    Args:
-        path: the library.
-
-    Returns:
-        DT_NEEDED in order; empty where the file is not an ELF file of this machine.
-    """
+    """List the libraries that a library needs (DT_NEEDED); empty where the file is no ELF file of this machine."""
     elf, _ = _examine(Path(path))
     return elf.needed if elf else ()
 
 
 def backend_folders(path: str | os.PathLike[str]) -> tuple[Path, ...]:
-    """List the folders where a build keeps backends in separate files.
-
-    Args:
-        path: the library.
-
-    Returns:
-        The library's own folder, then bin and lib beside it; those that exist, in the order to search them.
-    """
+    """List where a build keeps backends in files of their own: the library's folder, then bin and lib beside it."""
     own = Path(path).resolve().parent
     beside = (own, own.parent / "bin", own.parent / "lib")
     return tuple(dict.fromkeys(folder for folder in beside if folder.is_dir()))
 
 
 def explain_load_failure(path: str | os.PathLike[str], dlopen_text: str, env: Mapping[str, str] | None = None) -> str:
-    """Turn a failed dlopen into what is missing and what was found.
-
-    Args:
-        path: the library.
-        dlopen_text: the loader's words.
-        env: for LD_LIBRARY_PATH; None: nothing from it.
-
-    Returns:
-        Our own finding where there is one, and the loader's words without cffi's additions.
-    """
+    """Turn a failed dlopen into what is missing and what was found; the loader's words without cffi's additions."""
     said = re.sub(r"\s*Additionally, ctypes\.util\.find_library\(\).*", "", dlopen_text, flags=re.DOTALL)
     said = re.sub(r"^cannot load library '[^']*':\s*", "", said).rstrip(". ")
     own = refusal(Path(path), Resolver(env or {}))

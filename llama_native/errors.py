@@ -22,59 +22,28 @@ class NativeError(Exception):
     """The abstract root of the package's errors."""
 
     def __init__(self, *fields: object) -> None:
-        """Keep the fields as ``args``, from which ``__str__`` and pickling rebuild the error.
-
-        Args:
-            fields: the subclass's own constructor arguments, in order.
-        """
+        """Keep the subclass's own arguments as ``args``, from which ``__str__`` and pickling rebuild the error."""
         if type(self) is NativeError:
             msg = "NativeError is abstract: raise one of its subclasses"
             raise TypeError(msg)
         super().__init__(*fields)
 
-    def __str__(self) -> str:
-        """Return the message, built from the fields.
-
-        Returns:
-            Text for a person, without a traceback's context.
-        """
-        return self.message()
-
-    def message(self) -> str:
-        """Build the message from the fields.
-
-        Returns:
-            One or several lines of text.
-        """
-        return f"{type(self).__name__}{self.args!r}"
-
     def __reduce__(self) -> tuple[Any, ...]:
-        """Rebuild from the fields alone.
-
-        Returns:
-            The class and its constructor arguments.
-        """
         return (type(self), self.args)
 
 
 class LibraryNotFound(NativeError):
-    """No candidate could be used, whatever the reasons were."""
+    """No candidate could be used, whatever the reasons were.
+
+    Args:
+        tried: one entry a candidate, ``str()`` of which reads "path (origin): reason".
+    """
 
     def __init__(self, tried: Iterable[object] = ()) -> None:
-        """Record what was looked at.
-
-        Args:
-            tried: one entry a candidate, ``str()`` of which reads "path (origin): reason".
-        """
         self.tried = tuple(tried)
         super().__init__(self.tried)
 
-    def message(self) -> str:
-        """Build the message from the fields.
-
-        Returns:
-            Every candidate with its reason, and what to do.
-        """
+    def __str__(self) -> str:
         looked = "".join(f"\n  {entry}" for entry in self.tried) or "\n  (no candidate at all)"
         return (
             f"no usable llama library was found; looked at:{looked}\n"
@@ -83,77 +52,59 @@ class LibraryNotFound(NativeError):
 
 
 class LibraryUnusable(NativeError):
-    """One library that was asked for by name cannot be loaded or lacks what is required."""
+    """One library that was asked for by name cannot be loaded or lacks what is required.
+
+    Args:
+        path: the library file, or the folder that was searched.
+        why: the fault, with what was found and what is wanted.
+        next_action: what the user can do about it; may be empty.
+    """
 
     def __init__(self, path: str | Path, why: str, next_action: str = "") -> None:
-        """Record what was asked for and what stands in the way.
-
-        Args:
-            path: the library file, or the folder that was searched.
-            why: the fault, with what was found and what is wanted.
-            next_action: what the user can do about it; may be empty.
-        """
         self.path = str(path)
         self.why = why
         self.next_action = next_action
         super().__init__(self.path, why, next_action)
 
-    def message(self) -> str:
-        """Build the message from the fields.
-
-        Returns:
-            The path, the fault and what to do.
-        """
+    def __str__(self) -> str:
         tail = f"; {self.next_action}" if self.next_action else ""
         return f"{self.path} cannot be used: {self.why}{tail}"
 
 
 class UnsupportedAbi(NativeError):
-    """The library's structs are not ones that this package knows, or are known and refused."""
+    """The library's structs are not ones that this package knows, or are known and refused.
+
+    Args:
+        found: what the library's own answers say about its layout.
+        known: the nearest known layout and where it differs, or the layouts that are accepted.
+        next_action: what the user can do about it; may be empty.
+    """
 
     def __init__(self, found: str, known: str, next_action: str = "") -> None:
-        """Record what was seen in the library and what it was held against.
-
-        Args:
-            found: what the library's own answers say about its layout.
-            known: the nearest known layout and where it differs, or the layouts that are accepted.
-            next_action: what the user can do about it; may be empty.
-        """
         self.found = found
         self.known = known
         self.next_action = next_action
         super().__init__(found, known, next_action)
 
-    def message(self) -> str:
-        """Build the message from the fields.
-
-        Returns:
-            Found, known and what to do.
-        """
+    def __str__(self) -> str:
         tail = f"; {self.next_action}" if self.next_action else ""
         return f"unsupported library layout: {self.found}; {self.known}{tail}"
 
 
 class CapabilityMissing(NativeError):
-    """The library is sound but does not export what an operation needs."""
+    """The library is sound but does not export what an operation needs.
+
+    Args:
+        name: the capability's name.
+        symbols: the exported names that are absent (of alternatives, all).
+    """
 
     def __init__(self, name: str, symbols: Iterable[str]) -> None:
-        """Record the capability and the symbols that would give it.
-
-        Args:
-            name: the capability's name.
-            symbols: the exported names that are absent (of alternatives, all).
-        """
         self.name = name
         self.symbols = tuple(symbols)
         super().__init__(name, self.symbols)
 
-    def message(self) -> str:
-        """Build the message from the fields.
-
-        Returns:
-            The capability and its absent symbols.
-        """
+    def __str__(self) -> str:
         return (
             f"this library build cannot do {self.name!r}: it does not export {', '.join(self.symbols)}; "
             "use a build that does (splitctl doctor lists what this one has)"
@@ -161,27 +112,21 @@ class CapabilityMissing(NativeError):
 
 
 class CallFailed(NativeError):
-    """A library call reported failure by its return value."""
+    """A library call reported failure by its return value.
+
+    Args:
+        function: the C function's name.
+        rc: its return code; None where it returned NULL or false.
+        log_tail: the last lines that the library logged, oldest first.
+    """
 
     def __init__(self, function: str, rc: int | None, log_tail: Iterable[str] = ()) -> None:
-        """Record the call and the last words of the library's log.
-
-        Args:
-            function: the C function's name.
-            rc: its return code; None where it returned NULL or false.
-            log_tail: the last lines that the library logged, oldest first.
-        """
         self.function = function
         self.rc = rc
         self.log_tail = tuple(log_tail)
         super().__init__(function, rc, self.log_tail)
 
-    def message(self) -> str:
-        """Build the message from the fields.
-
-        Returns:
-            The function, what it returned and the last log lines.
-        """
+    def __str__(self) -> str:
         returned = "NULL" if self.rc is None else str(self.rc)
         lines = [line.rstrip() for line in self.log_tail[-_LOG_LINES_SHOWN:] if line.strip()]
         said = f"; the library's last words: {' | '.join(lines)}" if lines else ""
@@ -189,72 +134,54 @@ class CallFailed(NativeError):
 
 
 class HandleClosed(NativeError):
-    """A handle was used after its close, or after the object that it stands on was closed."""
+    """A handle was used after its close, or after the object that it stands on was closed.
+
+    Args:
+        handle: the kind of handle, such as "model" or "context".
+    """
 
     def __init__(self, handle: str) -> None:
-        """Record which handle it was.
-
-        Args:
-            handle: the kind of handle, such as "model" or "context".
-        """
         self.handle = handle
         super().__init__(handle)
 
-    def message(self) -> str:
-        """Build the message from the fields.
-
-        Returns:
-            Which handle is closed.
-        """
+    def __str__(self) -> str:
         return f"this {self.handle} is closed; open a new one"
 
 
 class Reentered(NativeError):
-    """A second call entered a handle while the first was still inside it."""
+    """A second call entered a handle while the first was still inside it.
+
+    Args:
+        handle: the kind of handle.
+        function: the call that was refused.
+        inside: the call that is in progress; may be empty.
+    """
 
     def __init__(self, handle: str, function: str, inside: str = "") -> None:
-        """Record who met whom.
-
-        Args:
-            handle: the kind of handle.
-            function: the call that was refused.
-            inside: the call that is in progress; may be empty.
-        """
         self.handle = handle
         self.function = function
         self.inside = inside
         super().__init__(handle, function, inside)
 
-    def message(self) -> str:
-        """Build the message from the fields.
-
-        Returns:
-            The refused call and the one in its way.
-        """
+    def __str__(self) -> str:
         busy = f"{self.inside} is" if self.inside else "another call is"
         return f"{self.function} refused: {busy} still inside this {self.handle}; use one thread at a time for a handle"
 
 
 class ForkedProcess(NativeError):
-    """A handle made before a fork was used in the child."""
+    """A handle made before a fork was used in the child.
+
+    Args:
+        opened_in: process id in which the library was opened.
+        used_in: process id of the caller.
+    """
 
     def __init__(self, opened_in: int, used_in: int) -> None:
-        """Record the two processes.
-
-        Args:
-            opened_in: process id in which the library was opened.
-            used_in: process id of the caller.
-        """
         self.opened_in = opened_in
         self.used_in = used_in
         super().__init__(opened_in, used_in)
 
-    def message(self) -> str:
-        """Build the message from the fields.
-
-        Returns:
-            Both process ids and what to do.
-        """
+    def __str__(self) -> str:
         return (
             f"the library was opened in process {self.opened_in} and cannot be used in its fork {self.used_in}: "
             "its threads and devices did not come along; start a new process (spawn) and open it there"
@@ -262,25 +189,19 @@ class ForkedProcess(NativeError):
 
 
 class SecondLibrary(NativeError):
-    """A process has one llama library, and a second one was asked for."""
+    """A process has one llama library, and a second one was asked for.
+
+    Args:
+        open_path: the library that this process has open.
+        asked: the one that was asked for.
+    """
 
     def __init__(self, open_path: str | Path, asked: str | Path) -> None:
-        """Record both files.
-
-        Args:
-            open_path: the library that this process has open.
-            asked: the one that was asked for.
-        """
         self.open_path = str(open_path)
         self.asked = str(asked)
         super().__init__(self.open_path, self.asked)
 
-    def message(self) -> str:
-        """Build the message from the fields.
-
-        Returns:
-            Both paths and what to do.
-        """
+    def __str__(self) -> str:
         return (
             f"this process already has {self.open_path} open, so {self.asked} is refused: two builds' global symbols "
             "would mix; use the other build in a process of its own"
@@ -288,69 +209,51 @@ class SecondLibrary(NativeError):
 
 
 class LoadCancelled(NativeError):
-    """A load ended because its progress callback asked for it."""
+    """A load ended because its progress callback asked for it.
+
+    Args:
+        path: the model file.
+    """
 
     def __init__(self, path: str) -> None:
-        """Record what was being loaded.
-
-        Args:
-            path: the model file.
-        """
         self.path = path
         super().__init__(path)
 
-    def message(self) -> str:
-        """Build the message from the fields.
-
-        Returns:
-            What was cancelled.
-        """
+    def __str__(self) -> str:
         return f"the load of {self.path} was cancelled"
 
 
 class UnknownDevice(NativeError):
-    """A device was named that the library does not have."""
+    """A device was named that the library does not have.
+
+    Args:
+        name: what was asked for.
+        known: the library's device names.
+    """
 
     def __init__(self, name: str, known: Iterable[str]) -> None:
-        """Record the name and the ones there are.
-
-        Args:
-            name: what was asked for.
-            known: the library's device names.
-        """
         self.name = name
         self.known = tuple(known)
         super().__init__(name, self.known)
 
-    def message(self) -> str:
-        """Build the message from the fields.
-
-        Returns:
-            The name, the known names and where to see them.
-        """
+    def __str__(self) -> str:
         return f"there is no device {self.name!r}; this library has {', '.join(self.known)} (see: splitctl devices)"
 
 
 class RpcServerUnusable(NativeError):
-    """An RPC server was named that cannot be used."""
+    """An RPC server was named that cannot be used.
+
+    Args:
+        endpoint: HOST:PORT, as it was given.
+        why: the fault.
+        next_action: what the user can do about it.
+    """
 
     def __init__(self, endpoint: str, why: str, next_action: str) -> None:
-        """Record the server and what stands in the way.
-
-        Args:
-            endpoint: HOST:PORT, as it was given.
-            why: the fault.
-            next_action: what the user can do about it.
-        """
         self.endpoint = endpoint
         self.why = why
         self.next_action = next_action
         super().__init__(endpoint, why, next_action)
 
-    def message(self) -> str:
-        """Build the message from the fields.
-
-        Returns:
-            The endpoint, the fault and what to do.
-        """
+    def __str__(self) -> str:
         return f"the RPC server {self.endpoint!r} cannot be used: {self.why}; {self.next_action}"

@@ -19,7 +19,7 @@ STRUCTS: Mapping[str, str] = {"model": "llama_model_params", "context": "llama_c
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class StructAnswer:
     """What one function wrote into a caller's buffer.
 
     ``values``: the buffer's bytes.
@@ -30,15 +30,12 @@ class Answer:
     written: tuple[bool, ...] | None
 
     @classmethod
-    def from_fills(cls, first: bytes, second: bytes) -> Answer:
-        """Compare two runs over differently filled buffers.
+    def from_fills(cls, first: bytes, second: bytes) -> StructAnswer:
+        """Compare two runs over differently filled buffers; what is equal in both was written.
 
         Args:
             first: the buffer that was filled with ``FILLS[0]``; empty where the function is absent.
             second: the buffer that was filled with ``FILLS[1]``, of the same length.
-
-        Returns:
-            The values, and as written every byte that is equal in both.
 
         Raises:
             ValueError: the lengths differ.
@@ -67,14 +64,10 @@ class KnownLayout:
     """Lowest and highest llama.cpp build number that was seen with it; None where not known."""
     seen_in: tuple[str, ...]
 
-    def differences(self, answer: Answer) -> tuple[str, ...]:
-        """Tell in what a library's answer is not this layout.
+    def differences(self, answer: StructAnswer) -> tuple[str, ...]:
+        """Tell how a library's answer differs from this layout: a phrase each, offsets in bytes.
 
-        Args:
-            answer: what the library wrote.
-
-        Returns:
-            One phrase a difference, offsets in bytes; empty where it fits.
+        Empty where it fits.
         """
         found: list[str] = []
         extent = answer.extent
@@ -117,7 +110,7 @@ def _range(low: int, high: int) -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
-def _field_difference(field: Field, wanted: float | str | None, answer: Answer) -> str:
+def _field_difference(field: Field, wanted: float | str | None, answer: StructAnswer) -> str:
     where = f"{field.name} at offset {field.offset}"
     if field.end > len(answer.values):
         return f"{where} lies behind what was returned"
@@ -178,12 +171,5 @@ def catalogue() -> Catalogue:
 
 
 def known_layouts(kind: str) -> tuple[KnownLayout, ...]:
-    """List the known layouts of one struct, oldest first.
-
-    Args:
-        kind: "model", "context" or "batch".
-
-    Returns:
-        The layouts.
-    """
+    """List the known layouts of one struct ("model", "context" or "batch"), oldest first."""
     return catalogue().layouts[kind]

@@ -58,8 +58,6 @@ class Library:
         self._lib = lib
         self._lock = threading.Lock()
         self._owner: int | None = None
-        self.model_fields = frozenset(field.name for field in profile.model.fields)
-        self.context_fields = frozenset(field.name for field in profile.context.fields)
         self.capabilities: Mapping[str, tuple[str, ...]] = {}
         self.backend_folders: tuple[str, ...] = ()
         self.draws_on_single = False
@@ -112,6 +110,8 @@ class Library:
         if os.getpid() != self.pid:
             raise ForkedProcess(self.pid, os.getpid())
         me = threading.get_ident()
+        # cffi lets go of the GIL during a call, so other threads wait here for the lock. One that holds it already (a
+        # callback that calls back in) would wait for itself.
         if self._owner == me:
             raise Reentered("library", "a call", "another call on this thread")
         with self._lock:
@@ -148,14 +148,7 @@ class Library:
             return int(lib.llama_max_devices())
 
     def devices(self, *, memory: bool = True) -> tuple[Device, ...]:
-        """List the devices in the library's order.
-
-        Args:
-            memory: also ask for free and total memory (slow on some builds: ask once and keep it).
-
-        Returns:
-            One entry a device; memory numbers are 0 where they were not asked for.
-        """
+        """List the devices in the library's order; without ``memory`` (slow on some builds) its numbers are 0."""
         with self.calling() as (ffi, lib):
             return read_devices(ffi, lib, memory=memory)
 
@@ -244,10 +237,12 @@ def _choose(path: Path | None, env: Mapping[str, str]) -> tuple[Path, str, str]:
 
 
 def _load(path: Path, origin: str, version: str) -> Library:
-    exported = _exported_by(path)
-    profile = abi.identify(_observe(path, exported))
+    profile = abi.identify(_observe(path, discover.exported_symbols(path)))
+    penalties = "penalties_n_vocab.h" if profile.penalties_take_n_vocab else "penalties_plain.h"
     ffi = cffi.FFI()
-    ffi.cdef(_read_cdef("types.h") + profile.cdef + _read_cdef("api.h") + _penalties_cdef(profile))
+    ffi.cdef(_read_cdef("types.h") + profile.cdef + _read_cdef("api.h") + _read_cdef(penalties))
+    # RTLD_LOCAL keeps its symbols out of the global scope: other packages of a process bring a ggml of their own, whose
+    # functions have the same names and other structs. RTLD_NOW lets a missing symbol fail here, not at its first call.
     lib = ffi.dlopen(str(path), ffi.RTLD_NOW | ffi.RTLD_LOCAL)
     log = LogTail()
     library = Library(path, ffi, lib, profile, log)
@@ -261,17 +256,10 @@ def _load(path: Path, origin: str, version: str) -> Library:
     if not library.has("rpc") and rpc.is_there(ffi, lib):
         library.capabilities = {**found, "rpc": ("ggml_backend_register",)}
     lib.llama_backend_init()
+    # Only now is every library mapped that this one will use.
     _refuse_foreign_ggml(path)
     library.draws_on_single = behaviour.check(ffi, lib, profile)
     return library
-
-
-def _exported_by(path: Path) -> frozenset[str]:
-    return discover.exported_symbols(path)
-
-
-def _penalties_cdef(profile: abi.Profile) -> str:
-    return _read_cdef("penalties_n_vocab.h" if profile.penalties_take_n_vocab else "penalties_plain.h")
 
 
 def _observe(path: Path, exported: frozenset[str]) -> abi.Observed:
@@ -301,8 +289,12 @@ def _attach_log(ffi: cffi.FFI, lib: Any, log: LogTail) -> None:
         if not is_chatter:
             log.feed(level, text(ffi, message))
 
+    # The library keeps the bare pointer and calls it from threads of its own: a callback that Python collected would
+    # be freed code. Hence a global, which nothing replaces.
     _log_callback = ffi.callback("void(int, const char *, void *)", take)
     lib.llama_log_set(_log_callback, ffi.NULL)
+    # At exit those threads may still log while the interpreter is taken down. NULL would not silence them: it brings
+    # back the library's own output to stderr. So any C function that does nothing takes over.
     silent = cffi.FFI()
     silent.cdef("int abs(int);")
     libc = silent.dlopen(None)
@@ -310,6 +302,7 @@ def _attach_log(ffi: cffi.FFI, lib: Any, log: LogTail) -> None:
     pid = os.getpid()
 
     def detach() -> None:
+        # A forked child runs this too, and its copy of the library may have been locked at the moment of the fork.
         if os.getpid() == pid:
             lib.llama_log_set(ffi.cast("ggml_log_callback", address), ffi.NULL)
 

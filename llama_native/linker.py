@@ -130,13 +130,9 @@ class Resolver:
         return next((folder / name for folder in self._defaults if _loadable(folder / name)), None)
 
     def problems(self, path: Path) -> tuple[str, ...]:
-        """Tell what will keep the linker from loading a library, its own libraries included.
+        """Tell what will keep the linker from loading a library.
 
-        Args:
-            path: a shared library for this machine.
-
-        Returns:
-            One phrase a problem: a missing library, or a symbol version that the one found does not have.
+        Missing libraries and symbol versions, a phrase each.
         """
         found: dict[str, str] = {}
         waiting: list[tuple[Path, tuple[str, ...]]] = [(path, ())]

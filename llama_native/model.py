@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from llama_native.library import Library
 
 
+def tensor_split_array(ffi: Any, lib: Any, split: Sequence[float] | None) -> Any:
+    """Return the C array for a tensor_split (``llama_max_devices()`` floats), NULL for None."""
+    if split is None:
+        return ffi.NULL
+    array = ffi.new("float[]", int(lib.llama_max_devices()))
+    array[0 : len(split)] = list(split)
+    return array
+
+
 def fill_model_params(library: Library, ffi: Any, lib: Any, params: ModelParams) -> tuple[Any, list[Any]]:
     """Return a ``llama_model_params`` value for ``params`` and the C objects that must outlive the model.
 
@@ -40,15 +49,14 @@ def fill_model_params(library: Library, ffi: Any, lib: Any, params: ModelParams)
         if len(params.tensor_split) > n_max:
             msg = f"tensor_split has {len(params.tensor_split)} entries; this library takes at most {n_max}"
             raise ValueError(msg)
-        split = ffi.new("float[]", n_max)
-        split[0 : len(params.tensor_split)] = list(params.tensor_split)
+        split = tensor_split_array(ffi, lib, params.tensor_split)
         keep.append(split)
         c_params.tensor_split = split
     c_params.split_mode = params.split_mode.value
     c_params.main_gpu = params.main_gpu
     c_params.n_gpu_layers = params.n_gpu_layers if params.n_gpu_layers >= 0 else _all_layers(c_params)
     c_params.check_tensors = params.check_tensors
-    fields = library.model_fields
+    fields = library.profile.model_fields
     if params.load_mode is not LoadMode.AUTO:
         if "load_mode" in fields:
             c_params.load_mode = params.load_mode.value
@@ -63,6 +71,11 @@ def fill_model_params(library: Library, ffi: Any, lib: Any, params: ModelParams)
 def _all_layers(c_params: Any) -> int:
     """Every build takes a large number for all layers; a negative default says it takes -1 too."""
     return -1 if c_params.n_gpu_layers < 0 else 999
+
+
+def _flag(lib: Any, name: str, pointer: Any) -> bool:
+    """Ask a question that older builds do not have; False there."""
+    return bool(getattr(lib, name)(pointer)) if hasattr(lib, name) else False
 
 
 class Model:
@@ -93,8 +106,8 @@ class Model:
             self.has_decoder = bool(lib.llama_model_has_decoder(pointer))
             self.decoder_start_token = int(lib.llama_model_decoder_start_token(pointer))
             self.is_recurrent = bool(lib.llama_model_is_recurrent(pointer))
-            self.is_hybrid = _optional_bool(lib, "llama_model_is_hybrid", pointer)
-            self.is_diffusion = _optional_bool(lib, "llama_model_is_diffusion", pointer)
+            self.is_hybrid = _flag(lib, "llama_model_is_hybrid", pointer)
+            self.is_diffusion = _flag(lib, "llama_model_is_diffusion", pointer)
             self.has_tokenizer = int(lib.llama_vocab_type(self._vocab)) != 0
             self.token_bos = int(lib.llama_vocab_bos(self._vocab))
             self.token_eos = int(lib.llama_vocab_eos(self._vocab))
@@ -136,9 +149,10 @@ class Model:
             if share < next_share:
                 return True
             next_share = min(share + 0.01, 1.0)
+            # An exception cannot pass through C: it is kept, the load is ended, and it is raised after the call.
             try:
                 cancelled = cancelled or not (progress is None or progress(float(share)))
-            except BaseException as error:  # noqa: BLE001 - C lies between here and the caller, who gets it below
+            except BaseException as error:  # noqa: BLE001 - raised below
                 cancelled, raised = True, error
             return not cancelled
 
@@ -221,6 +235,7 @@ class Model:
             n_room = len(data) + 8
             buffer = ffi.new("int32_t[]", n_room)
             n = lib.llama_tokenize(self._vocab, data, len(data), buffer, n_room, add_special, parse_special)
+            # Too little room is said as minus the room that is wanted; INT32_MIN says that the text is too long.
             if n < 0 and n > -(2**31):
                 n_room = -n
                 buffer = ffi.new("int32_t[]", n_room)
@@ -292,16 +307,3 @@ class Adapter:
         if not self.model.library.forked and not self.model.closed:
             with self.model.library.calling() as (_, lib):
                 lib.llama_adapter_lora_free(pointer)
-
-
-def _optional_bool(lib: Any, name: str, pointer: Any) -> bool:
-    return bool(getattr(lib, name)(pointer)) if hasattr(lib, name) else False
-
-
-def tensor_split_array(ffi: Any, lib: Any, split: Sequence[float] | None) -> Any:
-    """Return the C array for a tensor_split (``llama_max_devices()`` floats), NULL for None."""
-    if split is None:
-        return ffi.NULL
-    array = ffi.new("float[]", int(lib.llama_max_devices()))
-    array[0 : len(split)] = list(split)
-    return array

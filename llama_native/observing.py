@@ -36,16 +36,13 @@ def header(*, by_value: bool) -> str:
 
 
 def observe(ffi: cffi.FFI, lib: Any, exports: frozenset[str], *, by_value: bool) -> abi.Observed:
-    """Call the three functions that tell the layout.
+    """Call the three functions that tell the layout; nothing is told of one that is not exported.
 
     Args:
         ffi: an FFI with the declarations of :func:`header`.
         lib: the library.
         exports: its exported symbols.
         by_value: call them as functions that return a struct.
-
-    Returns:
-        What they wrote; nothing for one that is not exported.
     """
     tokens = ffi.new("int32_t[]", _N_TOKENS)
     if by_value:
@@ -62,6 +59,8 @@ def observe(ffi: cffi.FFI, lib: Any, exports: frozenset[str], *, by_value: bool)
 def _fills(ffi: cffi.FFI, lib: Any, name: str, call: Callable[[Any, Any], Any]) -> tuple[bytes, bytes]:
     if not hasattr(lib, name):
         return b"", b""
+    # The System V ABI for x86-64 returns a struct of more than 16 bytes through a pointer that the caller passes in the
+    # register of a first argument; so the function can be called as `void *f(void *out)` on memory of ours.
     low, high = (ffi.new("uint8_t[]", bytes([fill]) * PROBE_BYTES) for fill in abi.FILLS)
     for buffer in (low, high):
         call(getattr(lib, name), buffer)

@@ -36,13 +36,7 @@ _REPLY_BYTES = range(3, 257)
 
 
 def check_endpoint(endpoint: str) -> tuple[str, int]:
-    """Take an endpoint apart.
-
-    Args:
-        endpoint: HOST:PORT; HOST is a name or an IPv4 address.
-
-    Returns:
-        Host and port.
+    """Take HOST:PORT apart (HOST: a name or an IPv4 address).
 
     Raises:
         RpcServerUnusable: it is something else.
@@ -105,14 +99,8 @@ def _receive(connection: socket.socket, n_bytes: int) -> bytes:
 def find(ffi: Any, lib: Any, name: str, prototype: str) -> Any:
     """Find a function of the RPC backend: among the exports, else in its registry (backends in files of their own).
 
-    Args:
-        ffi: the library's FFI.
-        lib: the library.
-        name: of the function.
-        prototype: its C pointer type.
-
     Returns:
-        The function, NULL where the build has no RPC.
+        The function, cast to ``prototype`` (a C pointer type) where it is not exported; NULL without RPC.
     """
     if hasattr(lib, name):
         return getattr(lib, name)

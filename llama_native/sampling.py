@@ -64,6 +64,7 @@ class SamplerChain:
     def _fill(self, lib: Any) -> None:
         params = self.params
         if params.repeat_penalty != 1.0 and params.repeat_last_n != 0:
+            # Builds from 2026.8 on take n_vocab first; `behaviour.check` has proved what this one does.
             arguments = (params.repeat_last_n, params.repeat_penalty, 0.0, 0.0)
             if self.library.profile.penalties_take_n_vocab:
                 self._add(lib, lib.llama_sampler_init_penalties(params.n_vocab, *arguments))

@@ -40,6 +40,7 @@ def state_get(context: Context, buffer: Buffer) -> int:
         lib.llama_synchronize(context.pointer)
         view = ffi.from_buffer("uint8_t[]", buffer, require_writable=True)
         n = int(lib.llama_state_get_data(context.pointer, view, len(view)))
+    # These calls say 0 bytes where they failed, whatever the fault was; the log has the rest.
     if n == 0:
         raise CallFailed("llama_state_get_data", 0, context.library.log.said(4))
     return n

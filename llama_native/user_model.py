@@ -54,13 +54,7 @@ class MetaKind(Enum):
 
     @classmethod
     def of(cls, suffix: str) -> MetaKind:
-        """Find a kind by its name in recipes.
-
-        Args:
-            suffix: for example "u32".
-
-        Returns:
-            The kind.
+        """Find a kind by its name in recipes, such as "u32".
 
         Raises:
             ValueError: no such kind.

@@ -106,7 +106,7 @@ class Bare:
             laps.append(perf_counter())
             c_context_params = lib.llama_context_default_params()
             fill_context_params(
-                c_context_params, context_params(placement, embeddings=False), self._library.context_fields
+                c_context_params, context_params(placement, embeddings=False), self._library.profile.context_fields
             )
             c_context = lib.llama_init_from_model(c_model, c_context_params)
             if not c_context:

@@ -31,6 +31,7 @@ from typing import Any
 from llama_native import abi, declarations, layouts
 from llama_native.declarations import Field, StructLayout
 from tools.places import CHECKOUT
+from tools.prototypes import prototype_differences, prototypes
 
 STRUCTS = {"model": "llama_model_params", "context": "llama_context_params", "batch": "llama_batch"}
 ASKED = {
@@ -162,7 +163,7 @@ def _our_type(ctype: str) -> tuple[str, str]:
     return plain, ""
 
 
-def read_defaults(kind: str, layout: StructLayout, answer: layouts.Answer) -> dict[str, Default]:
+def read_defaults(kind: str, layout: StructLayout, answer: layouts.StructAnswer) -> dict[str, Default]:
     """Take the table of default values out of a library's answer.
 
     Args:
@@ -300,7 +301,7 @@ def penalties_take_n_vocab(header: str) -> bool | None:
     Returns:
         True with five arguments, False with four, None where the header does not declare it.
     """
-    variants = declarations.prototypes(header).get("llama_sampler_init_penalties")
+    variants = prototypes(header).get("llama_sampler_init_penalties")
     return None if not variants else len(variants[0].arguments) == 5
 
 
@@ -375,7 +376,7 @@ def _make(options: argparse.Namespace) -> int:
         if takes is not None and release.seen_in in row["seen_in"]:
             row["penalties_take_n_vocab"] = takes
     bound = "".join((options.cdefs / file).read_text(encoding="utf-8") for file in _bound_files(options.cdefs))
-    for line in declarations.prototype_differences(bound, header):
+    for line in prototype_differences(bound, header):
         print(f"prototype: {line}")
     for file, text in fragments.items():
         print(f"new: {file}\n{text}", end="")

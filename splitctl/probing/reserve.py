@@ -25,7 +25,7 @@ def can_reserve(library: Library) -> bool:
     Returns:
         Whether its model parameters have `no_alloc`.
     """
-    return "no_alloc" in library.model_fields
+    return "no_alloc" in library.profile.model_fields
 
 
 def reserve(

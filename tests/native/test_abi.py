@@ -16,6 +16,7 @@ from llama_native import abi, declarations, discover
 from llama_native.errors import UnsupportedAbi
 from tests.native.compiled import TYPES, compile_library, default_struct_source, functions, known
 from tools import make_profile
+from tools.prototypes import prototype_differences, prototypes
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "default_structs.json").read_text(encoding="utf-8"))["builds"]
@@ -204,7 +205,7 @@ def test_buffer_written_to_its_end_is_refused() -> None:
 def test_absent_function_is_named() -> None:
     """A library without one of the default functions is refused with the function's name."""
     seen = golden(NEWEST)
-    empty = dataclasses.replace(seen, context=abi.Answer.from_fills(b"", b""))
+    empty = dataclasses.replace(seen, context=abi.StructAnswer.from_fills(b"", b""))
     assert "exports no llama_context_default_params" in refused(empty)
 
 
@@ -396,9 +397,9 @@ def test_bound_prototypes_match_the_headers_at_hand(cache_dir: Path) -> None:
     cdefs = ROOT / "llama_native" / "cdefs"
     bound = "".join((cdefs / name).read_text() for name in ("api.h", "penalties_plain.h", "penalties_n_vocab.h"))
     for name, header in headers.items():
-        common = declarations.prototypes(bound).keys() & declarations.prototypes(header).keys()
+        common = prototypes(bound).keys() & prototypes(header).keys()
         assert len(common) > 80, f"{name}: only {len(common)} bound functions were found in it"
-        assert declarations.prototype_differences(bound, header) == (), name
+        assert prototype_differences(bound, header) == (), name
 
 
 @pytest.mark.parametrize(
@@ -416,9 +417,9 @@ def test_bound_prototypes_match_the_headers_at_hand(cache_dir: Path) -> None:
 def test_prototype_that_differs_is_seen(header: str, word: str) -> None:
     """A pointer where a value was bound, an argument less, another result: each is one line (case B11)."""
     bound = "int32_t llama_decode(struct llama_context *ctx, struct llama_batch batch);"
-    (line,) = declarations.prototype_differences(bound, header)
+    (line,) = prototype_differences(bound, header)
     assert word in line
-    assert declarations.prototype_differences(bound, bound) == ()
+    assert prototype_differences(bound, bound) == ()
 
 
 @pytest.mark.parametrize(

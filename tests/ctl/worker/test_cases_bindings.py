@@ -25,13 +25,13 @@ from llama_native import (
     SplitMode,
     UnsupportedAbi,
 )
-from llama_native.declarations import prototype_differences, prototypes
 from splitctl.errors import WorkerLost
 from splitctl.ipc.jobs import ProbeRequest
 from splitctl.ipc.process import WorkerProcess
 from splitctl.placement import Placement
 from splitctl.placement import SplitMode as Mode
 from tests.stublib import COMPILER, Stub, Variant, build, needs_compiler, run_child, write_model
+from tools.prototypes import prototype_differences, prototypes
 
 pytestmark = [pytest.mark.stub, needs_compiler]
 
