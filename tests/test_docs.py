@@ -5,17 +5,25 @@ from __future__ import annotations
 import configparser
 import os
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
 
+from splitctl.cli.main import cli
 from splitctl.cli.output import ExitCode
 from splitctl.switching import drawing, machine
+from tests.rooms import House
 
 _ROOT = Path(__file__).parent.parent
-_DOCUMENTS = [_ROOT / "README.md", _ROOT / "CHANGELOG.md", *sorted((_ROOT / "docs").glob("*.md"))]
+_README, _DOCS = _ROOT / "README.md", _ROOT / "docs"
+_DOCUMENTS = [_README, _ROOT / "CHANGELOG.md", *sorted(_DOCS.glob("*.md"))]
+_COLUMNS = 100
+_BEGIN, _END = "<!-- imports -->\n", "<!-- end of imports -->\n"
 
 
 def _laws() -> str:
@@ -41,38 +49,85 @@ def _switching_page(old: str) -> str:
     return f"{head}{laws_begin}{_laws()}\n{laws_end}{text}{drawn}{drawing.draw()}"
 
 
-def test_switching_is_drawn_from_the_machine() -> None:
-    """Laws and tables in docs/switching.md are those of the machine; UPDATE_DOCS=1 writes them."""
-    path = _ROOT / "docs" / "switching.md"
-    wanted = _switching_page(path.read_text(encoding="utf-8"))
+def _architecture_page(old: str) -> str:
+    """The page with its graph of folders made anew: what each imports, unless it reaches it through another as well."""
+    house = House.read(_ROOT)
+    below: dict[str, set[str]] = {}
+    for module in house.modules.values():
+        found = {house.modules[one.target] for one in house.imports(module) if one.target in house.modules}
+        if module.folder:
+            names = {one.folder or one.name.partition(".")[0] for one in found}
+            below.setdefault(module.folder, set()).update(names - {module.folder, "splitctl"})
+
+    def reached(folder: str) -> set[str]:
+        return below.get(folder, set()).union(*(reached(one) for one in below.get(folder, ())))
+
+    arrows = [
+        f"    {folder} --> {one}\n"
+        for folder in sorted(below)
+        for one in sorted(below[folder].difference(*(reached(other) for other in below[folder])))
+    ]
+    head, begin, rest = old.partition(_BEGIN)
+    _, end, tail = rest.partition(_END)
+    assert begin
+    assert end
+    return f"{head}{begin}```mermaid\nflowchart TD\n{''.join(arrows)}```\n{end}{tail}"
+
+
+@pytest.mark.parametrize(("name", "page"), [("switching.md", _switching_page), ("architecture.md", _architecture_page)])
+def test_pages_are_drawn_from_the_code(name: str, page: Callable[[str], str]) -> None:
+    """Laws and tables of the switch, and the graph of folders, are those of the code; UPDATE_DOCS=1 writes them."""
+    path = _DOCS / name
+    wanted = page(path.read_text(encoding="utf-8"))
     if os.environ.get("UPDATE_DOCS"):
         path.write_text(wanted, encoding="utf-8")
     assert path.read_text(encoding="utf-8") == wanted
 
 
+def test_the_readme_is_short() -> None:
+    """The README has 150 lines of 100 columns at most; the rest is in docs/."""
+    lines = _README.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    assert [line for line in lines if len(line) > _COLUMNS] == []
+
+
+@pytest.mark.parametrize("path", _DOCUMENTS, ids=lambda path: path.name)
+def test_prose_is_wrapped(path: Path) -> None:
+    """Lines of prose have 100 columns at most; tables, code and what is drawn may have more."""
+    text = re.sub(
+        r"<!-- laws -->.*<!-- end of laws -->|<!-- drawn -->.*|```.*?```",
+        "",
+        path.read_text(encoding="utf-8"),
+        flags=re.DOTALL,
+    )
+    assert [line for line in text.splitlines() if len(line) > _COLUMNS and not line.startswith("|")] == []
+
+
 def test_exit_codes_are_those_of_the_command_line() -> None:
-    """The README's table of exit codes lists every code of the command line once."""
-    rows = re.findall(r"^\| (\d+) \| (.+) \|$", (_ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    """The table of exit codes in docs/commands.md lists every code of the command line once."""
+    rows = re.findall(r"^\| (\d+) \| (.+) \|$", (_DOCS / "commands.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert [int(code) for code, _ in rows] == sorted(ExitCode)
 
 
-def test_flags_in_the_readme_exist() -> None:
-    """Every flag of the README's `splitctl run` example, and of its list, is one that the command knows."""
-    text = (_ROOT / "README.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"^\$ splitctl run (.+)$", text, re.MULTILINE)
-    (listed,) = re.findall(r"placement flags \(`([^`]+)`\)", text)
-    flags = {word for word in (example + " " + listed).split() if word.startswith("-")}
-    command = Path(sys.executable).with_name("splitctl")
-    done = subprocess.run([command, "run", "--help"], capture_output=True, text=True, check=True)
-    known = set(re.findall(r"(?<![\w-])-{1,2}[a-z][\w-]*", done.stdout))
-    assert flags
-    assert flags <= known
+@pytest.mark.parametrize("path", _DOCUMENTS, ids=lambda path: path.name)
+def test_flags_in_documents_exist(path: Path) -> None:
+    """Every flag of an example, and every placement flag that is listed, is one that its command knows."""
+    text = path.read_text(encoding="utf-8")
+    examples = re.findall(r"^\$ splitctl (.+)$", text, re.MULTILINE)
+    examples += [f"run {flags}" for flags in re.findall(r"^## Placement flags\s+`([^`]+)`", text, re.MULTILINE)]
+    for example in examples:
+        words = [word.strip("[]") for word in shlex.split(example, comments=True)]
+        command: click.Command = cli
+        while isinstance(command, click.Group):
+            command = command.commands[words.pop(0)]
+        known = {flag for param in command.params for flag in (*param.opts, *param.secondary_opts)}
+        assert {word for word in words if re.match("--?[a-z]", word)} <= known, example
 
 
 @pytest.mark.model
 def test_python_in_the_readme_runs(smollm2: Path) -> None:
     """The README's Python example, given a real model, switches and prints a text."""
-    (block,) = re.findall(r"```python\n(.*?)```", (_ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    (block,) = re.findall(r"```python\n(.*?)```", _README.read_text(encoding="utf-8"), re.DOTALL)
     assert block.count('"model.gguf"') == 1
     program = block.replace('"model.gguf"', repr(str(smollm2)))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -86,7 +141,7 @@ def test_every_dependency_has_its_reason() -> None:
     """docs/dependencies.md names everything that setup.cfg asks for, and the lock pins it."""
     config = configparser.ConfigParser()
     config.read(_ROOT / "setup.cfg", encoding="utf-8")
-    reasons = (_ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    reasons = (_DOCS / "dependencies.md").read_text(encoding="utf-8")
     extras = config["options.extras_require"]
     groups = {"": config["options"]["install_requires"], **{extra: extras[extra] for extra in extras}}
     lock = (_ROOT / "ci" / "lock.txt").read_text(encoding="utf-8")
