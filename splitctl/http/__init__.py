@@ -6,6 +6,7 @@ Main path: `server.HttpServer` listens in the supervisor's loop, `guard` turns a
 
 from __future__ import annotations
 
-from splitctl.http.server import HttpConfig, HttpServer
+from splitctl.http.app import HttpConfig
+from splitctl.http.server import HttpServer
 
 __all__ = ["HttpConfig", "HttpServer"]

@@ -1,4 +1,4 @@
-"""Which address is answered by whom."""
+"""Which path is answered by whom."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import base64
 import functools
 import hashlib
 import importlib.resources
-from collections.abc import Awaitable, Callable, Sequence
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -34,63 +36,70 @@ _POLICY = (
     "default-src 'none'; script-src 'sha256-{script}'; style-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_PLAIN_LIMITS = HttpLimits()
 
 
-class Service:
-    """All that a session answers over HTTP.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpConfig:
+    """How a server listens.
 
     Attributes:
-        app: what a server calls.
-        chat: answers requests for text.
+        host: address or name to listen on.
+        port: its port; 0: any that is free.
+        api_keys: any of them opens; none: no key is asked for.
+        origins: pages elsewhere that may use it.
+        folder: where files are saved and restored; None: nowhere.
+        limits: what clients may take.
+        drain_s: for answers under way, when the server is ended, seconds.
+        visible_gpus: the workers' CUDA_VISIBLE_DEVICES; None where it is not set.
     """
 
-    def __init__(
-        self,
-        host: SessionService,
-        *,
-        devices: Devices,
-        log: Callable[[str], None],
-        api_keys: Sequence[str] = (),
-        host_names: Sequence[str] = (),
-        origins: Sequence[str] = (),
-        is_loopback: bool = True,
-        folder: Path | None = None,
-        limits: HttpLimits = _PLAIN_LIMITS,
-    ) -> None:
-        """Answer for a session.
+    host: str = "127.0.0.1"
+    port: int = 8080
+    api_keys: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    folder: Path | None = None
+    limits: HttpLimits = field(default_factory=HttpLimits)
+    drain_s: float = 3.0
+    visible_gpus: str | None = None
 
-        Args:
-            host: does the work.
-            devices: knows their memory.
-            log: takes lines for the log.
-            api_keys: any of them opens; none: no key is asked for.
-            host_names: names that the server is reached by.
-            origins: pages elsewhere that may use it.
-            is_loopback: whether it listens to this machine alone.
-            folder: where files are saved and restored; None: nowhere.
-            limits: what clients may take.
-        """
-        metrics = Metrics(host)
-        intake = Intake(limits)
-        self.chat = Chat(host, intake, metrics.done)
-        admin = Admin(host, intake, devices, folder, is_open=bool(api_keys) or is_loopback)
-        app = Starlette(
-            routes=[
-                Route(path, _counted(answer, path, metrics), methods=[method])
-                for method, path, answer in _routes(self.chat, admin, metrics)
-            ],
-            exception_handlers={HTTPException: functools.partial(_not_found, metrics=metrics)},
-        )
-        # A redirect would be built from the Host header, which may be anything.
-        app.router.redirect_slashes = False
-        guarded = Guard(app, api_keys=api_keys, hosts=host_names, origins=origins, is_loopback=is_loopback, log=log)
-        # Outermost, so that the pages that may use the server can read its refusals as well.
-        self.app: App = (
-            CORSMiddleware(guarded, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
-            if origins
-            else guarded
-        )
+
+def make_app(
+    host: SessionService, config: HttpConfig, *, is_loopback: bool, log: Callable[[str], None]
+) -> tuple[App, Chat]:
+    """Put together all that a session answers over HTTP.
+
+    Args:
+        host: does the work.
+        config: who may ask for what.
+        is_loopback: whether the server listens to this machine alone.
+        log: takes lines for the log.
+
+    Returns:
+        What a server calls, and the part of it that answers requests for text.
+    """
+    metrics = Metrics(host)
+    intake = Intake(config.limits)
+    chat = Chat(host, intake, metrics.done)
+    is_open = bool(config.api_keys) or is_loopback
+    admin = Admin(host, intake, Devices(config.visible_gpus), config.folder, is_open=is_open)
+    app = Starlette(
+        routes=[
+            Route(path, _counted(answer, path, metrics), methods=[method])
+            for method, path, answer in _routes(chat, admin, metrics)
+        ],
+        exception_handlers={HTTPException: functools.partial(_not_found, metrics=metrics)},
+    )
+    # A redirect would be built from the Host header, which may be anything.
+    app.router.redirect_slashes = False
+    names = (config.host, socket.gethostname())
+    guarded = Guard(
+        app, api_keys=config.api_keys, hosts=names, origins=config.origins, is_loopback=is_loopback, log=log
+    )
+    if not config.origins:
+        return guarded, chat
+    # Outermost, so that the pages that may use the server can read its refusals as well.
+    origins = list(config.origins)
+    return CORSMiddleware(guarded, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]), chat
 
 
 def _routes(chat: Chat, admin: Admin, metrics: Metrics) -> tuple[tuple[str, str, Answer], ...]:

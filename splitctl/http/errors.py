@@ -45,19 +45,22 @@ _STATUS_OF_FAULT = {
     Fault.PARKED: 503,
 }
 
+_ANSWERS: dict[type[SplitctlError], tuple[int, str]] = {
+    ContextFull: (400, "context_length_exceeded"),
+    CarryDamaged: (400, "unusable_file"),
+    CarryMismatch: (400, "unusable_file"),
+    Busy: (409, "busy"),
+    Cancelled: (409, "cancelled"),
+    Parked: (503, "parked"),
+    DeadlineExceeded: (503, "deadline"),
+}
+
 
 class ApiError(Exception):
     """A request that gets an error for an answer."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        """Build from the answer.
-
-        Args:
-            status: HTTP status, 400 to 599.
-            message: one line for a person: what, and what to do.
-            param: the field of the request that is at fault.
-            code: a short word for programs.
-        """
+        """Build from a status (400 to 599), a line for a person, the field at fault and a short word for programs."""
         self.status = status
         self.message = message
         self.param = param
@@ -84,25 +87,12 @@ class ApiError(Exception):
 def api_error(error: SplitctlError) -> ApiError:
     """Turn an error of the session into an answer."""
     match error:
-        case ConfigInvalid():
-            return ApiError(400, str(error), param=error.field)
-        case MessageInvalid():
+        case ConfigInvalid() | MessageInvalid():
             return ApiError(400, str(error), param=error.field or None)
-        case ContextFull():
-            return ApiError(400, str(error), code="context_length_exceeded")
-        case CarryDamaged() | CarryMismatch():
-            return ApiError(400, str(error), code="unusable_file")
-        case Busy():
-            return ApiError(409, str(error), code="busy")
         case Refused():
             return ApiError(409, str(error), code=error.reasons[0].code if error.reasons else "refused")
-        case Cancelled():
-            return ApiError(409, str(error), code="cancelled")
         case OrderFailed():
             return ApiError(_STATUS_OF_FAULT.get(error.fault, 500), error.message, code=error.name)
-        case Parked():
-            return ApiError(503, str(error), code="parked")
-        case DeadlineExceeded():
-            return ApiError(503, str(error), code="deadline")
-        case _:
-            return ApiError(500, str(error), code=type(error).__name__)
+    known = next((known for kind, known in _ANSWERS.items() if isinstance(error, kind)), None)
+    status, code = known or (500, type(error).__name__)
+    return ApiError(status, str(error), code=code)

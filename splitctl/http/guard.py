@@ -85,7 +85,7 @@ class Guard:
         except SplitctlError as error:
             failure = api_error(error)
         except (ClientDisconnect, ConnectionError, TimeoutError):
-            # It hung up, or does not read: there is nobody to tell.
+            # It hung up, or does not read: nobody is left to answer.
             return
         except Exception as error:  # noqa: BLE001 - the last stand: a fault of ours must not end the host
             self._log(f"http: {scope['method']} {scope['path']!r} failed: {type(error).__name__}: {error}")

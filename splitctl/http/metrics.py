@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,12 +12,13 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
 from splitctl.control.server import SessionService
+from splitctl.host.config import HostState
 from splitctl.host.streams import Done
+from splitctl.placement import SplitMode
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 """What the text is."""
 
-_STATES = ("loading", "serving", "switching", "recovering", "parked", "stopping")
 _MS = 1e-3
 
 
@@ -27,29 +29,18 @@ class Metrics:
     """
 
     def __init__(self, host: SessionService) -> None:
-        """Count from zero.
-
-        Args:
-            host: the session.
-        """
+        """Count from zero."""
         # When a counter began says nothing here: all begin with the server.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "splitctl_http_requests", "Answers by route and status.", ("route", "status"), registry=self._registry
-        )
-        self._answers = Counter(
-            "splitctl_answers", "Generations over HTTP by what ended them.", ("why",), registry=self._registry
-        )
-        self._prompt = Counter("llamacpp:prompt_tokens", "Prompt tokens processed.", registry=self._registry)
-        self._prompt_s = Counter("llamacpp:prompt_seconds", "Prompt process time.", registry=self._registry)
-        self._predicted = Counter("llamacpp:tokens_predicted", "Generation tokens processed.", registry=self._registry)
-        self._predicted_s = Counter(
-            "llamacpp:tokens_predicted_seconds", "Predict process time.", registry=self._registry
-        )
-        self._reused = Counter(
-            "splitctl_prompt_tokens_reused", "Prompt tokens that a sequence held already.", registry=self._registry
-        )
+        counter = functools.partial(Counter, registry=self._registry)
+        self._requests = counter("splitctl_http_requests", "Answers by route and status.", ("route", "status"))
+        self._answers = counter("splitctl_answers", "Generations over HTTP by what ended them.", ("why",))
+        self._prompt = counter("llamacpp:prompt_tokens", "Prompt tokens processed.")
+        self._prompt_s = counter("llamacpp:prompt_seconds", "Prompt process time.")
+        self._predicted = counter("llamacpp:tokens_predicted", "Generation tokens processed.")
+        self._predicted_s = counter("llamacpp:tokens_predicted_seconds", "Predict process time.")
+        self._reused = counter("splitctl_prompt_tokens_reused", "Prompt tokens that a sequence held already.")
         self._registry.register(_Session(host))
 
     def request(self, route: str, status: int) -> None:
@@ -92,12 +83,12 @@ class _Session(Collector):
         ):
             yield GaugeMetricFamily(name, text, value=float(value or 0))
         state = GaugeMetricFamily("splitctl_state", "1 for the state that the session is in.", labels=["state"])
-        for one in _STATES:
-            state.add_metric([one], float(one == status["state"]))
+        for known in HostState:
+            state.add_metric([known.value], float(known.value == status["state"]))
         yield state
         mode = GaugeMetricFamily("splitctl_split_mode", "1 for the split mode that serves.", labels=["mode"])
-        for one in ("none", "layer", "row", "tensor"):
-            mode.add_metric([one], float(one == status.get("effective")))
+        for offered in SplitMode:
+            mode.add_metric([offered.value], float(offered.value == status.get("effective")))
         yield mode
         for name, text, value in (
             ("splitctl_worker_restarts", "Workers that were lost and replaced.", status.get("worker_restarts")),

@@ -12,49 +12,22 @@ import contextlib
 import ipaddress
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from splitctl.control.server import SessionService
 from splitctl.errors import ConfigInvalid
-from splitctl.http.app import Service
+from splitctl.http.app import HttpConfig, make_app
+from splitctl.http.chat import Chat
 from splitctl.http.connections import connection_class
-from splitctl.http.devices import Devices
-from splitctl.http.intake import MAX_HEAD_BYTES, HttpLimits
+from splitctl.http.intake import MAX_HEAD_BYTES
 
 #: From an answer to the next request on its connection [seconds].
 _KEEP_ALIVE_S = 15
 #: For answers under way when the server ends [seconds].
 _GRACE_S = 5
 _BACKLOG = 512
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HttpConfig:
-    """How a server listens.
-
-    Attributes:
-        host: address or name to listen on.
-        port: its port; 0: any that is free.
-        api_keys: any of them opens; none: no key is asked for.
-        origins: pages elsewhere that may use it.
-        folder: where files are saved and restored; None: nowhere.
-        limits: what clients may take.
-        drain_s: for answers under way, when the server is told to end, seconds.
-        visible_gpus: the workers' CUDA_VISIBLE_DEVICES; None where it is not set.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8080
-    api_keys: tuple[str, ...] = ()
-    origins: tuple[str, ...] = ()
-    folder: Path | None = None
-    limits: HttpLimits = field(default_factory=HttpLimits)
-    drain_s: float = 3.0
-    visible_gpus: str | None = None
 
 
 class HttpServer:
@@ -64,20 +37,14 @@ class HttpServer:
     """
 
     def __init__(self, host: SessionService, config: HttpConfig, *, log: Callable[[str], None]) -> None:
-        """Nothing is opened yet.
-
-        Args:
-            host: does the work.
-            config: how to listen.
-            log: takes lines for the log.
-        """
+        """Nothing is opened yet; `host` does the work, and `log` takes lines for the log."""
         self._host = host
         self._config = config
         self._log = log
         self._sockets: list[socket.socket] = []
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._service: Service | None = None
+        self._chat: Chat | None = None
 
     @property
     def url(self) -> str:
@@ -119,20 +86,10 @@ class HttpServer:
         """Begin to answer."""
         config = self._config
         is_loopback = _is_loopback(self._sockets[0].getsockname()[0])
-        self._service = service = Service(
-            self._host,
-            devices=Devices(config.visible_gpus),
-            log=self._log,
-            api_keys=config.api_keys,
-            host_names=(config.host, socket.gethostname()),
-            origins=config.origins,
-            is_loopback=is_loopback,
-            folder=config.folder,
-            limits=config.limits,
-        )
+        app, self._chat = make_app(self._host, config, is_loopback=is_loopback, log=self._log)
         self._server = _Server(
             uvicorn.Config(
-                service.app,
+                app,
                 http=connection_class(config.limits),
                 ws="none",
                 lifespan="off",
@@ -154,8 +111,8 @@ class HttpServer:
 
     async def drain(self) -> None:
         """Take no more requests for text, and wait for a while until those under way are answered."""
-        if self._service is not None:
-            await self._service.chat.drain(self._config.drain_s)
+        if self._chat is not None:
+            await self._chat.drain(self._config.drain_s)
 
     async def close(self) -> None:
         """Take no more requests, let answers under way end, and close."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from splitctl.http.intake import HttpLimits
-from splitctl.http.server import HttpConfig
+from splitctl.http import HttpConfig
 from tests.ctl.houses import GUARD_S, ROOT, house
 from tests.ctl.web import Web, asked, events, free_port, web
 
@@ -89,7 +89,7 @@ def test_limits_are_those_of_the_document() -> None:
     limits, config = HttpLimits(), HttpConfig()
     for said in (
         f"{limits.body_bytes >> 20} MiB and 2 million values for text, {limits.small_body_bytes >> 10} KiB for",
-        f"whole within {limits.body_s:g} s; {limits.pending_bytes >> 20} MiB not whole yet",
+        f"whole within {limits.body_s:g} s; {limits.pending_bytes >> 20} MiB incomplete",
         f"{limits.held_bytes >> 20} MiB whose answers are under way",
         f"| connections | {limits.n_connections};",
         f"| an answer that is not read | {limits.write_s:g} s |",

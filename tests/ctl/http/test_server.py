@@ -397,7 +397,7 @@ def test_draining_has_an_end() -> None:
         end.sendall(_request(STREAMS))
         stream = served.stream()
         served.await_(served.server.drain())
-        assert not stream.is_done
+        assert not served.session.cancelled.is_set()
         served.call(lambda: stream.end(Done(Why.ERROR, message="the session is being stopped")))
 
 
