@@ -30,6 +30,7 @@ from statecodec.image import (
     AttentionSection,
     Change,
     Content,
+    KvStream,
     Media,
     OpaqueSection,
     Outputs,
@@ -37,7 +38,6 @@ from statecodec.image import (
     RecurrentSection,
     Section,
     StateImage,
-    Stream,
     Tokens,
 )
 from statecodec.layouts import Form, Layout, SectionKind
@@ -63,6 +63,7 @@ __all__ = [
     "FindingCode",
     "Form",
     "Inconsistent",
+    "KvStream",
     "Layout",
     "LimitExceeded",
     "Limits",
@@ -82,7 +83,6 @@ __all__ = [
     "StateCodecError",
     "StateFormatError",
     "StateImage",
-    "Stream",
     "TensorType",
     "Tokens",
     "TrailingBytes",

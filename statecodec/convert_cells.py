@@ -14,12 +14,12 @@ from statecodec.errors import NotRepresentable
 from statecodec.image import (
     AttentionSection,
     Change,
+    KvStream,
     OpaqueSection,
     RecurrentLayer,
     RecurrentSection,
     Section,
     StateImage,
-    Stream,
 )
 from statecodec.layouts import Form
 from statecodec.regroup import (
@@ -56,8 +56,7 @@ def to_streams(image: StateImage, n_stream: int) -> StateImage:
     if n_stream > 1 and highest >= n_stream:
         found, wanted = f"sequence {highest}", f"{n_stream} streams"
         raise NotRepresentable("streams", found, wanted, "Renumber the sequences or ask for more streams.")
-    caches = [section for section in image.sections if isinstance(section, AttentionSection)]
-    if all(len(cache.streams) == n_stream for cache in caches):
+    if all(len(cache.streams) == n_stream for cache in image.caches):
         return image
     own = image.source_seq_id or 0
     sections: list[Section] = []
@@ -66,7 +65,7 @@ def to_streams(image: StateImage, n_stream: int) -> StateImage:
             sections.append(section)
             continue
         held = [stream for _, stream in section.filled() if len(stream.cells)]
-        streams: tuple[Stream | None, ...]
+        streams: tuple[KvStream | None, ...]
         if n_stream == 1:
             streams = (join(held) if held else None,)
         elif image.form.is_sequence:
@@ -78,7 +77,7 @@ def to_streams(image: StateImage, n_stream: int) -> StateImage:
     return changed(image, sections, Change(what))
 
 
-def _of_sequence(streams: Sequence[Stream], seq_id: int) -> Stream | None:
+def _of_sequence(streams: Sequence[KvStream], seq_id: int) -> KvStream | None:
     """The cells of one sequence, from wherever they are, as its own."""
     parts = [(stream, cells_with(stream.cells, seq_id)) for stream in streams]
     found = [take(stream, index, (seq_id,)) for stream, index in parts if len(index)]
@@ -198,7 +197,7 @@ def _merged_section(parts: Sequence[tuple[int, Section]], n_stream: int) -> Sect
     """One section of a context from the same section of each sequence."""
     first = parts[0][1]
     if isinstance(first, AttentionSection):
-        by_id: dict[int, Stream] = {}
+        by_id: dict[int, KvStream] = {}
         for seq_id, section in parts:
             held = [stream for _, stream in section.filled()] if isinstance(section, AttentionSection) else []
             if held:
@@ -266,7 +265,7 @@ def _moved(section: Section, new: Mapping[int, int]) -> Section:
     for old, other in new.items():
         table[old] = other
     if isinstance(section, AttentionSection):
-        streams: list[Stream | None] = [None] * len(section.streams)
+        streams: list[KvStream | None] = [None] * len(section.streams)
         for index, stream in section.filled():
             place = index if len(streams) == 1 else int(table[index])
             if place >= len(streams):
@@ -279,7 +278,7 @@ def _moved(section: Section, new: Mapping[int, int]) -> Section:
 
 
 def _ascending(
-    stream: Stream, table: np.ndarray[tuple[int], np.dtype[np.int32]]
+    stream: KvStream, table: np.ndarray[tuple[int], np.dtype[np.int32]]
 ) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     """New ids of all cells, ascending inside each cell as the library writes them."""
     ids = table[stream.cells.seq_ids]

@@ -12,22 +12,27 @@ from statecodec.errors import NotRepresentable
 from statecodec.image import (
     AttentionSection,
     Change,
+    KvStream,
     OpaqueSection,
     RecurrentSection,
     Section,
     StateImage,
-    Stream,
     Tokens,
 )
 from statecodec.layouts import EXT_DTYPES, LAYOUTS, Form, Layout
-from statecodec.regroup import changed, each_stream, require_whole, take_cells
-from statecodec.tensor_types import TYPE_TABLE
+from statecodec.regroup import (
+    STATE_IT,
+    Rotations,
+    changed,
+    each_stream,
+    require_whole,
+    rotation_of_section,
+    take_cells,
+)
 from statecodec.views import Cells, Rotation
 
-_STATE_IT = "State it (rotation blocks of K and V, 0 for rows that are not rotated)."
 
-
-def to_version(image: StateImage, version: int, *, rotation: Rotation | Sequence[Rotation] | None = None) -> StateImage:
+def to_version(image: StateImage, version: int, *, rotation: Rotations = None) -> StateImage:
     """Write a state as another session version does (its sequence version goes with it: 9 and 2, 10 and 3, 11 and 4).
 
     Args:
@@ -56,8 +61,7 @@ def to_version(image: StateImage, version: int, *, rotation: Rotation | Sequence
     number = 0
     for section in image.sections:
         if isinstance(section, AttentionSection):
-            told = rotation if rotation is None or isinstance(rotation, Rotation) else rotation[number]
-            sections.append(_attention(image, section, target, told, warnings))
+            sections.append(_attention(image, section, target, rotation_of_section(rotation, number), warnings))
             number += 1
         else:
             if isinstance(section, RecurrentSection) and not target.has_history:
@@ -94,7 +98,7 @@ def _refuse_history(section: RecurrentSection) -> None:
 def _attention(
     image: StateImage, section: AttentionSection, target: Layout, told: Rotation | None, warnings: list[str]
 ) -> AttentionSection:
-    streams: list[Stream | None] = []
+    streams: list[KvStream | None] = []
     ext_bytes = 0
     for stream in section.streams:
         if stream is None or not len(stream.cells):
@@ -140,7 +144,7 @@ def _tokens_at(image: StateImage, cells: Cells, warnings: list[str]) -> npt.NDAr
     return found
 
 
-def _rotation(stream: Stream, target: Layout, told: Rotation | None, warnings: list[str]) -> Rotation | None:
+def _rotation(stream: KvStream, target: Layout, told: Rotation | None, warnings: list[str]) -> Rotation | None:
     if not target.has_rotation:
         if stream.rotation is not None and any(stream.rotation):
             warnings.append(
@@ -151,10 +155,9 @@ def _rotation(stream: Stream, target: Layout, told: Rotation | None, warnings: l
     known = told if stream.rotation is None else stream.rotation
     if known is not None:
         return known
-    plain = not any(TYPE_TABLE[layer.kind].is_quantized for layer in (*stream.keys, *stream.values))
-    if plain and (stream.values or not stream.keys):
+    if not stream.is_quantized and (stream.values or not stream.keys):
         return Rotation(0, 0)
-    raise NotRepresentable("rows", "an unknown rotation", "a version that says it", _STATE_IT)
+    raise NotRepresentable("rows", "an unknown rotation", "a version that says it", STATE_IT)
 
 
 def as_blob(image: StateImage) -> StateImage:
@@ -272,7 +275,7 @@ def _cells_of(image: StateImage) -> list[tuple[object, ...]]:
     return found
 
 
-def _stacked(streams: Sequence[Stream]) -> Stream | None:
+def _stacked(streams: Sequence[KvStream]) -> KvStream | None:
     """Layers of several streams over the same cells, one after the other."""
     if not streams:
         return None

@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from statecodec.errors import NotRepresentable
-from statecodec.image import AttentionSection, Change, Outputs, RecurrentSection, StateImage, Stream, Tokens
+from statecodec.image import AttentionSection, Change, KvStream, Outputs, RecurrentSection, StateImage, Tokens
 from statecodec.regroup import Index, cells_with, changed, require_whole, take
 
 
@@ -55,8 +55,7 @@ def cut_at_gap(image: StateImage) -> StateImage:
             stood before it; or media stand in the token list.
     """
     require_whole(image, "what stands before a gap")
-    caches = [section for section in image.sections if isinstance(section, AttentionSection)]
-    base = max(caches, key=lambda cache: cache.n_cells, default=None)
+    base = max(image.caches, key=lambda cache: cache.n_cells, default=None)
     held = [] if base is None else [stream for _, stream in base.filled() if len(stream.cells)]
     ends: dict[int, int] = {}
     for seq_id in image.sequences() if held else ():
@@ -66,13 +65,13 @@ def cut_at_gap(image: StateImage) -> StateImage:
     gone = {seq_id: end for seq_id, end in ends.items() if end <= image.sequences()[seq_id].pos_max}
     if not gone:
         return image
-    if len(caches) < len(image.sections):
+    if len(image.caches) < len(image.sections):
         raise NotRepresentable("a gap", f"missing positions at {gone}", "a recurrent memory", "Read the tokens again.")
     warnings = tuple(f"sequence {seq_id} ends before position {end} now" for seq_id, end in gone.items())
     return cut(image, ends, Change("cut at the first gap", warnings=warnings))
 
 
-def positions_of(image: StateImage, stream: Stream, seq_id: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+def positions_of(image: StateImage, stream: KvStream, seq_id: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     """Where a sequence stands in a stream; all of a sequence blob is one sequence, whatever ids are stored."""
     return stream.cells.pos if image.form.is_sequence else stream.cells.pos[cells_with(stream.cells, seq_id)]
 
@@ -97,11 +96,10 @@ def cut(image: StateImage, ends: Mapping[int, int], change: Change) -> StateImag
     Raises:
         NotRepresentable: a window has forgotten what stood before an end; or media stand in the token list.
     """
-    caches = [section for section in image.sections if isinstance(section, AttentionSection)]
     shorter = {seq_id: end for seq_id, end in ends.items() if end <= image.sequences()[seq_id].pos_max}
     warnings = [*change.warnings]
     for seq_id, end in shorter.items():
-        starts = [start for cache in caches if (start := first_position(image, cache, seq_id)) is not None]
+        starts = [start for cache in image.caches if (start := first_position(image, cache, seq_id)) is not None]
         late = max(starts)
         if min(starts) < end <= late:
             found, wanted = f"a window of sequence {seq_id} that begins at position {late}", f"a state of {end} tokens"
@@ -111,7 +109,7 @@ def cut(image: StateImage, ends: Mapping[int, int], change: Change) -> StateImag
                 f"a window of sequence {seq_id} begins at position {late}: with position {end} next, the state is "
                 f"right only for windows of {end - late} tokens or less"
             )
-    sections = [_kept(cache, ends) for cache in caches]
+    sections = [_kept(cache, ends) for cache in image.caches]
     short = changed(image, sections, replace(change, warnings=tuple(warnings)))
     if shorter and image.outputs is not None and len(image.outputs.ids):
         none = np.empty(0, dtype="<f4")
@@ -141,7 +139,7 @@ def _with_tokens_cut(image: StateImage) -> StateImage:
 
 def _kept(section: AttentionSection, ends: Mapping[int, int]) -> AttentionSection:
     """A section without what stands at or behind each sequence's end."""
-    streams: list[Stream | None] = []
+    streams: list[KvStream | None] = []
     for stream in section.streams:
         if stream is None:
             streams.append(None)
@@ -161,7 +159,7 @@ def _kept(section: AttentionSection, ends: Mapping[int, int]) -> AttentionSectio
     return replace(section, streams=tuple(streams))
 
 
-def _without_ids(stream: Stream, limits: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Stream:
+def _without_ids(stream: KvStream, limits: np.ndarray[tuple[int], np.dtype[np.int64]]) -> KvStream:
     """The stream whose shared cells belong only to the sequences that still reach them."""
     cells = stream.cells
     owners = np.repeat(np.arange(len(cells)), cells.n_seq_id)

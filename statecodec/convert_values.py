@@ -9,7 +9,6 @@ Laws:
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,18 +16,23 @@ import numpy as np
 import numpy.typing as npt
 
 from statecodec.errors import NotRepresentable
-from statecodec.image import AttentionSection, Change, StateImage, Stream
+from statecodec.image import Change, KvStream, StateImage
 from statecodec.quants import error_bound, from_floats, rotated, to_floats
-from statecodec.regroup import as_bytes, changed, each_stream, require_whole
+from statecodec.regroup import (
+    STATE_IT,
+    Rotations,
+    as_bytes,
+    changed,
+    each_stream,
+    require_whole,
+    rotation_of_section,
+)
 from statecodec.tensor_types import TYPE_TABLE, TensorType, row_bytes
 from statecodec.views import Columns, Rotation, Rows
 
 _TILE_ROWS = 256
 _TILE_WORDS = 128
 _SLICE_VALUES = 1 << 18
-_STATE_IT = "State it (rotation blocks of K and V, 0 for rows that are not rotated)."
-
-Rotations = Rotation | Sequence[Rotation] | None
 
 
 class VForm(enum.Enum):
@@ -49,8 +53,7 @@ class Fit(enum.Enum):
 
 def v_form(image: StateImage) -> VForm | None:
     """How the main cache holds V; None where no cell or no layer shows it."""
-    caches = [section for section in image.sections if isinstance(section, AttentionSection)]
-    shown = [stream for cache in caches for _, stream in cache.filled() if stream.keys]
+    shown = [stream for stream in image.streams() if stream.keys]
     if not shown:
         return None
     if not shown[0].values:
@@ -79,14 +82,13 @@ def to_v_trans(image: StateImage, *, v_trans: bool) -> StateImage:
         NotRepresentable: V is quantized and would have to be cut into values.
     """
     require_whole(image, "V transposition")
-    caches = [section for section in image.sections if isinstance(section, AttentionSection)]
-    if all(stream.v_trans == v_trans for cache in caches for _, stream in cache.filled()):
+    if all(stream.v_trans == v_trans for stream in image.streams()):
         return image
     sections = each_stream(image, lambda _, stream: _transposed(stream, v_trans=v_trans))
     return changed(image, sections, Change("V transposed" if v_trans else "V made plain"))
 
 
-def _transposed(stream: Stream, *, v_trans: bool) -> Stream:
+def _transposed(stream: KvStream, *, v_trans: bool) -> KvStream:
     if stream.v_trans == v_trans:
         return stream
     values: list[Rows | Columns] = []
@@ -158,9 +160,9 @@ def to_types(
     bound = 0.0
     is_exact = True
 
-    def edit(number: int, stream: Stream) -> Stream:
+    def edit(number: int, stream: KvStream) -> KvStream:
         nonlocal bound, is_exact
-        told, wanted = _of_section(source_rotation, number), _of_section(rotation, number)
+        told, wanted = rotation_of_section(source_rotation, number), rotation_of_section(rotation, number)
         before = stream.rotation or told or _implied(stream)
         k = _Side("K", before and before.k, wanted and wanted.k, type_k)
         v = _Side("V", before and before.v, wanted and wanted.v, type_v)
@@ -176,21 +178,12 @@ def to_types(
     return changed(image, sections, Change(" and ".join(names) or "rotation", is_exact, bound))
 
 
-def _implied(stream: Stream) -> Rotation | None:
+def _implied(stream: KvStream) -> Rotation | None:
     """No rotation, where that is certain without a word: plain rows of a cache that holds V.
 
     Source: llama-kv-cache.cpp rotates quantized rows, and plain ones only in indexers, which hold K alone.
     """
-    layers = (*stream.keys, *stream.values)
-    plain = not any(TYPE_TABLE[layer.kind].is_quantized for layer in layers)
-    return Rotation(0, 0) if plain and stream.values else None
-
-
-def _of_section(rotations: Rotations, number: int) -> Rotation | None:
-    """The rotation that was stated for one attention section."""
-    if rotations is None or isinstance(rotations, Rotation):
-        return rotations
-    return rotations[number] if number < len(rotations) else None
+    return Rotation(0, 0) if stream.values and not stream.is_quantized else None
 
 
 class _Side:
@@ -222,7 +215,7 @@ class _Side:
         if (kind, after) == (layer.kind, before):
             return layer
         raw = layer.raw()
-        size = _row_bytes(kind, layer.n_values)
+        size = row_bytes(kind, layer.n_values)
         packed: npt.NDArray[np.uint8] = np.empty((len(raw), size), dtype=np.uint8)
         # In slices that stay in the cache: numbers of a whole layer would be written to memory and read back.
         step = max(1, _SLICE_VALUES // layer.n_values)
@@ -260,10 +253,10 @@ class _Side:
             return self.before or 0, self.before or 0
         before = self.before
         if before is None:
-            raise NotRepresentable(f"{self.name} rows", "an unknown rotation", f"{target.name} rows", _STATE_IT)
+            raise NotRepresentable(f"{self.name} rows", "an unknown rotation", f"{target.name} rows", STATE_IT)
         after = self.wanted
         if after is None and will_be and source is not target:
-            raise NotRepresentable(f"{self.name} rows", "no stated rotation", f"{target.name} rows", _STATE_IT)
+            raise NotRepresentable(f"{self.name} rows", "no stated rotation", f"{target.name} rows", STATE_IT)
         if after is None:
             after = 0 if was_quantized else before
         self.after = after
@@ -275,16 +268,3 @@ class _Side:
         if turns or kind is not TensorType.F32:
             self.bound = max(self.bound, error_bound(kind, packed))
             self.is_exact = False
-
-
-def _row_bytes(kind: TensorType, n_values: int) -> int:
-    """Bytes of a row in another type.
-
-    Raises:
-        NotRepresentable: the row is not a whole number of its blocks.
-    """
-    info = TYPE_TABLE[kind]
-    if n_values % info.block_values:
-        wanted = f"{kind.name} rows, which hold a multiple of {info.block_values} values"
-        raise NotRepresentable("rows", f"{n_values} values", wanted, "Choose f16.")
-    return row_bytes(kind, n_values)

@@ -9,7 +9,7 @@ import numpy as np
 
 from statecodec.cells import pack_cells
 from statecodec.envelope import SEQUENCE_FILE_MAGIC, SEQUENCE_MAGIC, SESSION_FILE_MAGIC
-from statecodec.image import AttentionSection, RecurrentSection, Section, StateImage, Stream
+from statecodec.image import AttentionSection, KvStream, RecurrentSection, Section, StateImage
 from statecodec.layouts import Form
 from statecodec.views import Columns, Rows
 
@@ -67,7 +67,7 @@ def _section(section: Section) -> Iterator[Chunk]:
             yield section.data
 
 
-def _stream(stream: Stream) -> Iterator[Chunk]:
+def _stream(stream: KvStream) -> Iterator[Chunk]:
     yield struct.pack("<I", len(stream.cells))
     yield pack_cells(stream.cells)
     yield struct.pack("<II", stream.v_trans, len(stream.keys))

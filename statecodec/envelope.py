@@ -9,8 +9,8 @@ import numpy as np
 
 from statecodec.cursor import Cursor
 from statecodec.errors import BadField, Inconsistent, LimitExceeded, StateFormatError, Truncated, UnknownVersion
-from statecodec.image import Media, Outputs, Tokens
-from statecodec.layouts import LAYOUTS, Form
+from statecodec.image import Content, Media, Outputs, Section, StateImage, Tokens
+from statecodec.layouts import LAYOUTS, Form, Layout
 from statecodec.limits import Limits
 from statecodec.sections import Failures
 
@@ -55,6 +55,28 @@ class Envelope:
     tokens: Tokens | None = None
     source_seq_id: int | None = None
     family: int = 0
+
+    def around(
+        self,
+        sections: tuple[Section, ...],
+        layouts: frozenset[Layout],
+        outputs: Outputs | None,
+        *,
+        content: Content = Content.FULL,
+    ) -> StateImage:
+        """The state that begins so, with what was read behind it."""
+        return StateImage(
+            form=self.form,
+            sections=sections,
+            layouts=layouts,
+            n_bytes=self.cursor.offset + self.cursor.remaining,
+            architecture=self.architecture,
+            version_word=self.version_word,
+            tokens=self.tokens,
+            outputs=outputs,
+            source_seq_id=self.source_seq_id,
+            content=content,
+        )
 
 
 def envelopes(cursor: Cursor, limits: Limits, failures: Failures) -> Iterator[Envelope]:

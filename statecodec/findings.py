@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from statecodec.image import AttentionSection, RecurrentSection, StateImage, Stream
+from statecodec.convert_length import positions_of
+from statecodec.image import AttentionSection, RecurrentSection, StateImage
 from statecodec.layouts import Form
-from statecodec.regroup import cells_with
-from statecodec.tensor_types import TYPE_TABLE
 
 
 class FindingCode(enum.Enum):
@@ -49,14 +48,13 @@ def findings(image: StateImage) -> tuple[Finding, ...]:
 
 
 def _of_sequences(image: StateImage) -> Iterator[Finding]:
-    caches = [section for section in image.sections if isinstance(section, AttentionSection)]
     recurrent = [section for section in image.sections if isinstance(section, RecurrentSection)]
     for seq_id in image.sequences():
-        held = [_positions(image, cache, seq_id) for cache in caches]
+        held = [_positions(image, cache, seq_id) for cache in image.caches]
         filled = [positions for positions in held if len(positions)]
         if filled:
             base = max(filled, key=len)
-            yield from _of_positions(seq_id, base, has_ext=caches[0].ext_bytes > 0)
+            yield from _of_positions(seq_id, base, has_ext=image.caches[0].ext_bytes > 0)
             for positions in filled:
                 newest = np.sort(base)[len(base) - len(positions) :]
                 if positions is not base and not np.array_equal(np.sort(positions), newest):
@@ -73,11 +71,8 @@ def _of_sequences(image: StateImage) -> Iterator[Finding]:
 
 def _positions(image: StateImage, cache: AttentionSection, seq_id: int) -> npt.NDArray[np.int32]:
     """Positions of a sequence in a cache, in the order of its cells; all of a sequence blob is one sequence."""
-    parts: list[npt.NDArray[np.int32]] = []
-    for _, stream in cache.filled():
-        cells = stream.cells
-        parts.append(cells.pos if image.form.is_sequence else cells.pos[cells_with(cells, seq_id)])
-    return np.concatenate(parts) if parts else np.empty(0, dtype="<i4")
+    parts = [positions_of(image, stream, seq_id) for _, stream in cache.filled()]
+    return np.concatenate(parts or [np.empty(0, dtype="<i4")])
 
 
 def _of_positions(seq_id: int, positions: npt.NDArray[np.int32], *, has_ext: bool) -> Iterator[Finding]:
@@ -99,16 +94,9 @@ def _of_positions(seq_id: int, positions: npt.NDArray[np.int32], *, has_ext: boo
 
 
 def _of_rows(image: StateImage) -> Iterator[Finding]:
-    streams = [
-        stream for section in image.sections if isinstance(section, AttentionSection) for _, stream in section.filled()
-    ]
-    if any(stream.rotation is None and _may_be_rotated(stream) for stream in streams):
+    if any(stream.rotation is None and stream.is_quantized for stream in image.streams()):
         text = "this version does not say whether quantized rows are rotated: state it to convert them"
         yield Finding(FindingCode.ROTATION_UNKNOWN, None, text)
-
-
-def _may_be_rotated(stream: Stream) -> bool:
-    return any(TYPE_TABLE[layer.kind].is_quantized for layer in (*stream.keys, *stream.values))
 
 
 def _of_tokens(image: StateImage) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from statecodec.layouts import Form, Layout, SectionKind
+from statecodec.tensor_types import TYPE_TABLE
 from statecodec.views import Cells, Columns, Rotation, Rows, Span, merge_spans
 
 
@@ -27,7 +28,7 @@ class Content(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stream:
+class KvStream:
     """One stream of an attention section.
 
     Args:
@@ -45,6 +46,11 @@ class Stream:
     rotation: Rotation | None
     keys: tuple[Rows, ...]
     values: tuple[Rows, ...] | tuple[Columns, ...]
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether rows of a layer are of a quantized type, which is what builds rotate."""
+        return any(TYPE_TABLE[layer.kind].is_quantized for layer in (*self.keys, *self.values))
 
     @property
     def shape(self) -> tuple[object, ...]:
@@ -67,7 +73,7 @@ class AttentionSection:
 
     offset: int
     ext_bytes: int
-    streams: tuple[Stream | None, ...]
+    streams: tuple[KvStream | None, ...]
     is_streamed: bool = True
 
     @property
@@ -75,7 +81,7 @@ class AttentionSection:
         """Attention."""
         return SectionKind.ATTENTION
 
-    def filled(self) -> Iterator[tuple[int, Stream]]:
+    def filled(self) -> Iterator[tuple[int, KvStream]]:
         """The streams that are written out, with their index; they hold cells, except in the oldest layouts."""
         for index, stream in enumerate(self.streams):
             if stream is not None:
@@ -302,6 +308,15 @@ class StateImage:
         """A guess at what wrote these bytes, oldest first."""
         ordered = sorted(self.layouts, key=lambda layout: (layout.session_version, not layout.has_outputs, layout.name))
         return tuple(layout.writers for layout in ordered)
+
+    @property
+    def caches(self) -> tuple[AttentionSection, ...]:
+        """The attention sections, in order."""
+        return tuple(section for section in self.sections if isinstance(section, AttentionSection))
+
+    def streams(self) -> Iterator[KvStream]:
+        """The streams of all attention sections that are written out, in order."""
+        return (stream for cache in self.caches for _, stream in cache.filled())
 
     @property
     def is_opaque(self) -> bool:

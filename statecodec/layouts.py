@@ -1,7 +1,11 @@
 """How states were written through the years: every difference between versions is a value in a table here.
 
-The parser never asks for a version. It is given a `Grammar` (what this table says) and reads by it. A context blob
-carries no version word, and several versions write the same bytes for many models, so the answer is a set.
+The parser never asks for a version. It is given a `Grammar` (what this table says) and reads by it.
+
+The answer is a set of layouts, for two reasons. A context blob carries no version word. And layouts share bytes: a cell
+has an extra record only for some models, a second history exists for one architecture, a rotation is written by v11
+alone, and a prefix only before sequence blobs; so v9 and v10 write equal context blobs for every model without an extra
+record, and layouts that come to one `Grammar` are read once and answered together.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -70,99 +74,67 @@ class Layout:
     has_history: bool
 
 
-LAYOUTS: tuple[Layout, ...] = (
-    Layout(
-        "v9-outputs-2025-03",
-        session_version=9,
-        sequence_version=2,
-        writers="llama.cpp of early 2025 (xllamacpp 0.1.0)",
-        has_outputs=True,
-        has_streams=False,
-        sequence_cell_ids=0,
-        prefixes=(False,),
-        ext_bytes=(0,),
-        has_rotation=False,
-        has_history=False,
-    ),
-    Layout(
-        "v9-outputs-2025-06",
-        session_version=9,
-        sequence_version=2,
-        writers="llama.cpp of mid 2025 (xllamacpp 0.1.20)",
-        has_outputs=True,
-        has_streams=False,
-        sequence_cell_ids=1,
-        prefixes=(False,),
-        ext_bytes=(0,),
-        has_rotation=False,
-        has_history=False,
-    ),
-    Layout(
-        "v9-outputs",
-        session_version=9,
-        sequence_version=2,
-        writers="llama.cpp of late 2025 (xllamacpp 0.2.0)",
-        has_outputs=True,
-        has_streams=True,
-        sequence_cell_ids=1,
-        prefixes=(False,),
-        ext_bytes=(0, 8),
-        has_rotation=False,
-        has_history=False,
-    ),
-    Layout(
-        "v9",
-        session_version=9,
-        sequence_version=2,
-        writers="llama.cpp of early and mid 2026 (xllamacpp 0.2.14 to 2026.8)",
-        has_outputs=False,
-        has_streams=True,
-        sequence_cell_ids=1,
-        prefixes=(False, True),
-        ext_bytes=(0, 8),
-        has_rotation=False,
-        has_history=False,
-    ),
-    Layout(
-        "v10",
-        session_version=10,
-        sequence_version=3,
-        writers="llama.cpp of September 2026 (xllamacpp 2026.9, llama-cpp-python 0.3.36)",
-        has_outputs=False,
-        has_streams=True,
-        sequence_cell_ids=1,
-        prefixes=(True,),
-        ext_bytes=(0, 12),
-        has_rotation=False,
-        has_history=True,
-    ),
-    Layout(
-        "v11",
-        session_version=11,
-        sequence_version=4,
-        writers="llama.cpp of October 2026 on (xllamacpp 2026.10)",
-        has_outputs=False,
-        has_streams=True,
-        sequence_cell_ids=1,
-        prefixes=(True,),
-        ext_bytes=(0, 12),
-        has_rotation=True,
-        has_history=True,
-    ),
+_2025_03 = Layout(
+    "v9-outputs-2025-03",
+    session_version=9,
+    sequence_version=2,
+    writers="llama.cpp of early 2025 (xllamacpp 0.1.0)",
+    has_outputs=True,
+    has_streams=False,
+    sequence_cell_ids=0,
+    prefixes=(False,),
+    ext_bytes=(0,),
+    has_rotation=False,
+    has_history=False,
 )
+# Each says what it changes of the one before it.
+_2025_06 = replace(
+    _2025_03,
+    name="v9-outputs-2025-06",
+    writers="llama.cpp of mid 2025 (xllamacpp 0.1.20)",
+    sequence_cell_ids=1,
+)
+_V9_OUTPUTS = replace(
+    _2025_06,
+    name="v9-outputs",
+    writers="llama.cpp of late 2025 (xllamacpp 0.2.0)",
+    has_streams=True,
+    ext_bytes=(0, 8),
+)
+_V9 = replace(
+    _V9_OUTPUTS,
+    name="v9",
+    writers="llama.cpp of early and mid 2026 (xllamacpp 0.2.14 to 2026.8)",
+    has_outputs=False,
+    prefixes=(False, True),
+)
+_V10 = replace(
+    _V9,
+    name="v10",
+    session_version=10,
+    sequence_version=3,
+    writers="llama.cpp of September 2026 (xllamacpp 2026.9, llama-cpp-python 0.3.36)",
+    prefixes=(True,),
+    ext_bytes=(0, 12),
+    has_history=True,
+)
+_V11 = replace(
+    _V10,
+    name="v11",
+    session_version=11,
+    sequence_version=4,
+    writers="llama.cpp of October 2026 on (xllamacpp 2026.10)",
+    has_rotation=True,
+)
+
+LAYOUTS: tuple[Layout, ...] = (_2025_03, _2025_06, _V9_OUTPUTS, _V9, _V10, _V11)
 """Source: blobs that the named builds wrote (tests/golden/codec)."""
 
+_A, _R, _O = SectionKind.ATTENTION, SectionKind.RECURRENT, SectionKind.OPAQUE
+
 SECTION_PATTERNS: tuple[tuple[SectionKind, ...], ...] = (
-    (),
-    (SectionKind.ATTENTION,),
-    (SectionKind.ATTENTION, SectionKind.ATTENTION),
-    (SectionKind.ATTENTION, SectionKind.ATTENTION, SectionKind.ATTENTION),
-    (SectionKind.RECURRENT,),
-    (SectionKind.ATTENTION, SectionKind.RECURRENT),
-    (SectionKind.ATTENTION, SectionKind.ATTENTION, SectionKind.RECURRENT),
-    (SectionKind.ATTENTION, SectionKind.RECURRENT, SectionKind.ATTENTION),
-    (SectionKind.OPAQUE,),
-)
+    (), (_A,), (_A, _A), (_A, _A, _A), (_R,), (_A, _R), (_A, _A, _R), (_A, _R, _A), (_O,),
+)  # fmt: skip
 """Orders of sections that memories write.
 
 None (encoder-only); plain; a window pair or an indexer; both; recurrent; hybrid; hybrid with a window pair; hybrid
@@ -171,14 +143,11 @@ and a sweep over 146 architectures.
 """
 
 PARTIAL_PATTERNS: dict[tuple[SectionKind, ...], tuple[SectionKind, ...]] = {
-    (SectionKind.ATTENTION, SectionKind.ATTENTION): (SectionKind.ATTENTION,),
-    (SectionKind.ATTENTION, SectionKind.ATTENTION, SectionKind.ATTENTION): (SectionKind.ATTENTION,),
-    (SectionKind.ATTENTION, SectionKind.RECURRENT): (SectionKind.RECURRENT,),
-    (SectionKind.ATTENTION, SectionKind.ATTENTION, SectionKind.RECURRENT): (
-        SectionKind.ATTENTION,
-        SectionKind.RECURRENT,
-    ),
-    (SectionKind.ATTENTION, SectionKind.RECURRENT, SectionKind.ATTENTION): (SectionKind.RECURRENT,),
+    (_A, _A): (_A,),
+    (_A, _A, _A): (_A,),
+    (_A, _R): (_R,),
+    (_A, _A, _R): (_A, _R),
+    (_A, _R, _A): (_R,),
 }
 """What a partial sequence blob (flag 1) holds of a memory: the window's or the recurrent part alone.
 

@@ -22,14 +22,14 @@ from statecodec.facts import NO_FACTS, ModelFacts
 from statecodec.image import AttentionSection, Content, OpaqueSection, RecurrentSection, Section, StateImage
 from statecodec.layouts import LAYOUTS, Form, Grammar, Layout, grammars, patterns
 from statecodec.limits import DEFAULT_LIMITS, Limits
-from statecodec.sections import Failures, Trial, read_sections
+from statecodec.sections import Attempt, Failures, read_sections
 from statecodec.validate import check_facts, check_laws
 
 if TYPE_CHECKING:
     # collections.abc.Buffer exists from Python 3.12 on; the type checker knows it under this name everywhere.
     from typing_extensions import Buffer
 
-_Meaning = tuple[object, ...]
+Meaning = tuple[object, ...]
 
 
 def parse(buffer: Buffer, *, facts: ModelFacts | None = None, limits: Limits = DEFAULT_LIMITS) -> StateImage:
@@ -54,7 +54,7 @@ def parse(buffer: Buffer, *, facts: ModelFacts | None = None, limits: Limits = D
         words = ", ".join(sorted({str(layout.session_version) for layout in LAYOUTS}))
         raise UnknownVersion(0, "session version in the facts", sorted(known.versions), words)
     failures = Failures()
-    images: dict[_Meaning, StateImage] = {}
+    images: dict[Meaning, StateImage] = {}
     for envelope in envelopes(Cursor(view(buffer)), limits, failures):
         own = tuple(layout for layout in LAYOUTS if has_word(layout, envelope))
         found = _images(envelope, own, known, limits, failures)
@@ -71,7 +71,7 @@ def has_word(layout: Layout, envelope: Envelope) -> bool:
     return envelope.version_word in {None, word}
 
 
-def _refuse_other_layout(envelope: Envelope, own: tuple[Layout, ...], others: dict[_Meaning, StateImage]) -> None:
+def _refuse_other_layout(envelope: Envelope, own: tuple[Layout, ...], others: dict[Meaning, StateImage]) -> None:
     """A sound payload of another layout than the version word says: a fork's file, or a patched one.
 
     Raises:
@@ -85,15 +85,13 @@ def _refuse_other_layout(envelope: Envelope, own: tuple[Layout, ...], others: di
 
 def _images(
     envelope: Envelope, layouts: tuple[Layout, ...], facts: ModelFacts, limits: Limits, failures: Failures
-) -> dict[_Meaning, StateImage]:
+) -> dict[Meaning, StateImage]:
     """The distinct meanings that some layouts give."""
-    images: dict[_Meaning, StateImage] = {}
+    images: dict[Meaning, StateImage] = {}
     ways = grammars(layouts, facts, envelope.form, prefixed=envelope.source_seq_id is not None)
     for grammar, members in ways.items():
         for image in _readings(grammar, members, envelope, facts, limits, failures):
-            key = meaning(image)
-            same = images.get(key)
-            images[key] = image if same is None else replace(same, layouts=same.layouts | image.layouts)
+            keep(images, image)
     return images
 
 
@@ -112,31 +110,20 @@ def _readings(
     family = envelope.family + 4 * is_old + (grammar.ext_bytes > 0)
     # In sequence forms the first section may be the second one of the model, if the state is partial.
     has_v = () if envelope.form.is_sequence else facts.has_v
-    trial = Trial(grammar, limits, accepted, failures, family, has_v)
+    attempt = Attempt(grammar, limits, accepted, failures, family, has_v)
     cursor = envelope.cursor.fork()
     try:
         outputs = read_outputs(cursor, limits) if grammar.has_outputs else None
     except StateFormatError as error:
-        trial.note(error, cursor)
+        attempt.note(error, cursor)
         return
-    for sections in read_sections(trial, cursor):
-        image = StateImage(
-            form=envelope.form,
-            sections=sections,
-            layouts=layouts,
-            n_bytes=cursor.offset + cursor.remaining,
-            architecture=envelope.architecture,
-            version_word=envelope.version_word,
-            tokens=envelope.tokens,
-            outputs=outputs,
-            source_seq_id=envelope.source_seq_id,
-            content=_content(grammar, sections, facts),
-        )
+    for sections in read_sections(attempt, cursor):
+        image = envelope.around(sections, layouts, outputs, content=_content(grammar, sections, facts))
         try:
             check_laws(image)
             check_facts(image, facts)
         except StateFormatError as error:
-            failures.note(error, stage=1, progress=0, family=trial.family, depth=error.offset)
+            failures.note(error, stage=1, progress=0, family=attempt.family, depth=error.offset)
             continue
         yield image
 
@@ -154,13 +141,20 @@ def _has_rows(section: Section) -> bool:
     return not isinstance(section, OpaqueSection) and bool(section.n_cells) and bool(section.n_layers)
 
 
-def meaning(image: StateImage) -> _Meaning:
+def keep(images: dict[Meaning, StateImage], image: StateImage) -> None:
+    """Keep an image by its meaning; one that is there already gets the layouts of both."""
+    key = _meaning(image)
+    same = images.get(key)
+    images[key] = image if same is None else replace(same, layouts=same.layouts | image.layouts)
+
+
+def _meaning(image: StateImage) -> Meaning:
     """What an image says about its own buffer, comparable: equal for readings that differ in nothing but versions."""
     sections = tuple(_section_meaning(section) for section in image.sections)
     return (image.form, image.architecture, image.outputs is None, image.content, sections)
 
 
-def _section_meaning(section: Section) -> _Meaning:
+def _section_meaning(section: Section) -> Meaning:
     match section:
         case AttentionSection():
             streams = tuple((i, s.offset, len(s.cells), s.shape) for i, s in section.filled())

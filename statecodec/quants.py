@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from statecodec.errors import NotRepresentable
-from statecodec.tensor_types import TYPE_TABLE, TensorType
+from statecodec.tensor_types import TYPE_TABLE, TensorType, row_bytes
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -74,14 +74,10 @@ def from_floats(kind: TensorType, values: Floats) -> Bytes:
     Raises:
         NotRepresentable: the type is only read, or a row is not a whole number of its blocks.
     """
-    info = TYPE_TABLE[kind]
     if kind is TensorType.IQ4_NL:
         raise NotRepresentable("values", "numbers", "iq4_nl rows, which are only read", "Choose q4_0 or q8_0.")
-    if values.shape[1] % info.block_values:
-        wanted = f"{kind.name} rows, which hold a multiple of {info.block_values} values"
-        raise NotRepresentable("rows", f"{values.shape[1]} values", wanted, "Choose f16.")
+    out = np.empty(len(values) * row_bytes(kind, values.shape[1]), dtype=np.uint8)
     flat = np.ascontiguousarray(values, dtype=np.float32).reshape(-1)
-    out = np.empty(flat.size // info.block_values * info.block_bytes, dtype=np.uint8)
     if kind is TensorType.F32:
         out.view("<f4")[:] = flat
     elif kind is TensorType.F16:

@@ -14,10 +14,14 @@ import numpy.typing as npt
 
 from statecodec.cells import joined
 from statecodec.errors import NotRepresentable
-from statecodec.image import AttentionSection, Change, Content, Section, StateImage, Stream
-from statecodec.views import Cells, Columns, Rows
+from statecodec.image import AttentionSection, Change, Content, KvStream, Section, StateImage
+from statecodec.views import Cells, Columns, Rotation, Rows
 
 Index = npt.NDArray[np.intp]
+Rotations = Rotation | Sequence[Rotation] | None
+"""Stated rotation blocks: one pair for all attention sections, or one for each."""
+
+STATE_IT = "State it (rotation blocks of K and V, 0 for rows that are not rotated)."
 
 
 def require_whole(image: StateImage, what: str) -> None:
@@ -38,7 +42,7 @@ def changed(image: StateImage, sections: Sequence[Section], change: Change) -> S
     return replace(image, sections=tuple(sections), changes=(*image.changes, change))
 
 
-def each_stream(image: StateImage, edit: Callable[[int, Stream], Stream]) -> list[Section]:
+def each_stream(image: StateImage, edit: Callable[[int, KvStream], KvStream]) -> list[Section]:
     """The sections with every attention stream edited; the edit is given the number of the attention section."""
     sections: list[Section] = []
     number = 0
@@ -50,6 +54,13 @@ def each_stream(image: StateImage, edit: Callable[[int, Stream], Stream]) -> lis
         else:
             sections.append(section)
     return sections
+
+
+def rotation_of_section(rotations: Rotations, number: int) -> Rotation | None:
+    """The rotation that was stated for one attention section."""
+    if rotations is None or isinstance(rotations, Rotation):
+        return rotations
+    return rotations[number] if number < len(rotations) else None
 
 
 def as_bytes(array: npt.NDArray[Any]) -> memoryview:
@@ -84,7 +95,7 @@ def take_cells(cells: Cells, index: Index, seq_ids: Sequence[int] | None = None)
     return Cells(cells.offset, joined([cells.pos[index]]), joined([counts]), joined([ids]), ext)
 
 
-def take(stream: Stream, index: Index, seq_ids: Sequence[int] | None = None) -> Stream:
+def take(stream: KvStream, index: Index, seq_ids: Sequence[int] | None = None) -> KvStream:
     """Some cells of a stream with their rows, in the order of the index; see `take_cells`."""
     everything = len(index) == len(stream.cells) and bool(np.all(index == np.arange(len(index))))
 
@@ -117,7 +128,7 @@ def join_rows(parts: Sequence[Rows]) -> Rows:
     return parts[0] if len(parts) == 1 else replace(parts[0], data=as_bytes(np.concatenate([p.raw() for p in parts])))
 
 
-def join(streams: Sequence[Stream]) -> Stream:
+def join(streams: Sequence[KvStream]) -> KvStream:
     """Streams of one shape as one, cells one after the other.
 
     Raises:

@@ -24,12 +24,12 @@ from statecodec.cursor import Cursor, view
 from statecodec.envelope import LIST_OFFSET, Envelope, envelopes, listed_tokens, read_outputs
 from statecodec.errors import Ambiguous, NotRepresentable, StateFormatError, TrailingBytes, Truncated
 from statecodec.facts import NO_FACTS, ModelFacts
-from statecodec.image import AttentionSection, Change, Content, Section, StateImage, Stream, Tokens
+from statecodec.image import AttentionSection, Change, Content, KvStream, Section, StateImage, Tokens
 from statecodec.layouts import LAYOUTS, Grammar, Layout, SectionKind, grammars
 from statecodec.limits import DEFAULT_LIMITS, Limits
-from statecodec.parse import has_word, meaning, parse
+from statecodec.parse import Meaning, has_word, keep, parse
 from statecodec.regroup import cells_with, changed
-from statecodec.sections import Failures, Trial, read_attention
+from statecodec.sections import Attempt, Failures, read_attention
 from statecodec.validate import check_facts, check_laws
 from statecodec.views import Columns, Rows
 
@@ -128,16 +128,14 @@ def _without_cut(data: memoryview, facts: ModelFacts, limits: Limits) -> StateIm
     kinds = tuple(SectionKind(kind) for kind in facts.sections or ())
     if set(kinds) != {SectionKind.ATTENTION}:
         return None
-    found: dict[object, StateImage] = {}
+    found: dict[Meaning, StateImage] = {}
     try:
         for envelope in envelopes(Cursor(data), limits, Failures()):
             own = tuple(layout for layout in LAYOUTS if has_word(layout, envelope))
             ways = grammars(own, facts, envelope.form, prefixed=envelope.source_seq_id is not None)
             for grammar, members in ways.items():
                 for image in _readings(grammar, members, envelope, facts, limits):
-                    key = meaning(image)
-                    same = found.get(key)
-                    found[key] = image if same is None else replace(same, layouts=same.layouts | image.layouts)
+                    keep(found, image)
     except StateFormatError:
         return None
     return next(iter(found.values())) if len(found) == 1 else None
@@ -149,30 +147,20 @@ def _readings(
     """Every state that is kept under one grammar: all sections but the last must be whole."""
     kinds = tuple(SectionKind(kind) for kind in facts.sections or ())
     cursor = envelope.cursor.fork()
-    trial = Trial(grammar, limits, (kinds,), Failures(), has_v=facts.has_v)
+    attempt = Attempt(grammar, limits, (kinds,), Failures(), has_v=facts.has_v)
     try:
         outputs = read_outputs(cursor, limits) if grammar.has_outputs else None
     except StateFormatError:
         return
-    for before, place in _whole_sections(trial, cursor, kinds[:-1]):
+    for before, place in _whole_sections(attempt, cursor, kinds[:-1]):
         index = len(before)
         # Where V is cut off nothing shows that there was one, so caches without V have to be told.
         has_v = (True,) * index + (facts.has_v[index : index + 1] or (True,))
-        last = replace(trial, clips=True, has_v=has_v)
+        last = replace(attempt, clips=True, has_v=has_v)
         for section, after in read_attention(last, place, kinds[:-1]):
             if after.remaining and not last.lost:
                 continue
-            image = StateImage(
-                form=envelope.form,
-                sections=(*before, section),
-                layouts=layouts,
-                n_bytes=after.offset + after.remaining,
-                architecture=envelope.architecture,
-                version_word=envelope.version_word,
-                tokens=envelope.tokens,
-                outputs=outputs,
-                source_seq_id=envelope.source_seq_id,
-            )
+            image = envelope.around((*before, section), layouts, outputs)
             try:
                 kept = _kept(image, section, last.lost)
                 check_laws(kept)
@@ -184,14 +172,14 @@ def _readings(
 
 
 def _whole_sections(
-    trial: Trial, cursor: Cursor, kinds: tuple[SectionKind, ...], done: tuple[Section, ...] = ()
+    attempt: Attempt, cursor: Cursor, kinds: tuple[SectionKind, ...], done: tuple[Section, ...] = ()
 ) -> Iterator[tuple[tuple[Section, ...], Cursor]]:
     """Every way to read the sections before the last one, and the place behind them."""
     if len(done) == len(kinds):
         yield done, cursor
         return
-    for section, after in read_attention(trial, cursor, kinds[: len(done)]):
-        yield from _whole_sections(trial, after, kinds, (*done, section))
+    for section, after in read_attention(attempt, cursor, kinds[: len(done)]):
+        yield from _whole_sections(attempt, after, kinds, (*done, section))
 
 
 def _kept(image: StateImage, last: AttentionSection, lost: range) -> StateImage:
@@ -202,11 +190,9 @@ def _kept(image: StateImage, last: AttentionSection, lost: range) -> StateImage:
         last: that section; rows of its last layer may be short.
         lost: its streams that are not there.
     """
-    caches = [section for section in image.sections if isinstance(section, AttentionSection)]
-    spans = image.sequences()
     ends: dict[int, int] = {}
-    for seq_id, span in spans.items():
-        starts = {first_position(image, cache, seq_id) for cache in caches} - {None}
+    for seq_id, span in image.sequences().items():
+        starts = {first_position(image, cache, seq_id) for cache in image.caches} - {None}
         broken = _first_broken(image, last, seq_id)
         if _is_missing(image, last, lost, seq_id) or (broken is not None and len(starts) > 1):
             ends[seq_id] = span.pos_min
@@ -246,7 +232,7 @@ def _first_broken(image: StateImage, last: AttentionSection, seq_id: int) -> int
     return min(broken, default=None)
 
 
-def _n_whole(stream: Stream) -> int:
+def _n_whole(stream: KvStream) -> int:
     """Cells, from the first on, that have their rows in the last layer, which alone can be short."""
     layers: tuple[Rows | Columns, ...] = (*stream.keys, *stream.values)
     if not layers:
@@ -258,7 +244,7 @@ def _n_whole(stream: Stream) -> int:
     return len(layer.data) // layer.row_bytes
 
 
-def _clipped(stream: Stream) -> Stream | None:
+def _clipped(stream: KvStream) -> KvStream | None:
     """The stream with whole rows alone in its last layer; the cells are still those of all layers."""
     n_whole = _n_whole(stream)
     if n_whole == len(stream.cells):

@@ -1,7 +1,15 @@
 """Readers of the memory's parts: each gives every sound reading at a place, best first, one at a time.
 
-The grammar is ambiguous by bytes (behind a section without V, or a recurrent one, the next section can look like one
-more layer), so nothing here is greedy: a reading that leads nowhere later is simply followed by the next one.
+The grammar is ambiguous by bytes, because nothing in them says
+- whether an attention section holds V: its K rows may be followed by V rows, or by the next section;
+- how many recurrent layers there are: `n_layer` counts those without recurrence too, and S rows look like R rows;
+- whether a recurrent layer has a second history, whose size word looks like the beginning of what follows;
+- how many sections there are, and of which kind: a cell count looks the same in all of them.
+
+So nothing here is greedy: each reader yields one reading after the other, and one that leads nowhere later is followed
+by the next. The order does not choose the answer, since `parse` takes every reading that consumes all bytes and refuses
+to choose between different meanings. It decides which failure is reported when none is left: attempts are ranked by
+what was understood (`Failures.note`), and likelier alternatives come first, so that among equals theirs is kept.
 """
 
 from __future__ import annotations
@@ -12,7 +20,7 @@ from dataclasses import dataclass, field
 from statecodec.cells import CellRule, min_cell_bytes, read_cells
 from statecodec.cursor import Cursor
 from statecodec.errors import BadField, Inconsistent, LimitExceeded, StateFormatError, TrailingBytes, Truncated
-from statecodec.image import AttentionSection, OpaqueSection, RecurrentLayer, RecurrentSection, Section, Stream
+from statecodec.image import AttentionSection, KvStream, OpaqueSection, RecurrentLayer, RecurrentSection, Section
 from statecodec.layouts import OPAQUE_MAGICS, ROTATION_MIN_BLOCK, Grammar, SectionKind
 from statecodec.limits import Limits
 from statecodec.tensor_types import TYPE_TABLE, TYPES_BY_ID, TensorType
@@ -50,7 +58,7 @@ class Failures:
 
 
 @dataclass(slots=True)
-class Trial:
+class Attempt:
     """One attempt to read a state by one grammar.
 
     Args:
@@ -121,36 +129,38 @@ class Trial:
         return cells
 
 
-def read_sections(trial: Trial, cursor: Cursor, done: tuple[SectionKind, ...] = ()) -> Iterator[tuple[Section, ...]]:
+def read_sections(
+    attempt: Attempt, cursor: Cursor, done: tuple[SectionKind, ...] = ()
+) -> Iterator[tuple[Section, ...]]:
     """Every way to read the rest of the bytes as sections.
 
     Args:
-        trial: the attempt.
+        attempt: the attempt.
         cursor: where the next section starts; not moved.
         done: kinds of the sections before it.
 
     Returns:
         The sections of each way that consumes every byte.
     """
-    kinds = dict.fromkeys(pattern[len(done)] for pattern in trial.patterns if _continues(pattern, done))
+    kinds = dict.fromkeys(pattern[len(done)] for pattern in attempt.patterns if _continues(pattern, done))
     if not cursor.remaining:
-        if done in trial.patterns:
+        if done in attempt.patterns:
             yield ()
         else:
             wanted = "one of: " + ", ".join(kind.value for kind in kinds)
-            trial.note(Truncated(cursor.offset, f"section {len(done)}", "the end of the bytes", wanted), cursor)
+            attempt.note(Truncated(cursor.offset, f"section {len(done)}", "the end of the bytes", wanted), cursor)
         return
-    trial.step(cursor.offset)
+    attempt.step(cursor.offset)
     if not kinds or cursor.remaining < _SECTION_MIN_BYTES:
-        trial.note(_trailing(cursor), cursor, beyond=_SECTION_MIN_BYTES)
+        attempt.note(_trailing(cursor), cursor, beyond=_SECTION_MIN_BYTES)
         return
     for kind in kinds:
-        for section, after in _READERS[kind](trial, cursor, done):
-            for rest in read_sections(trial, after, (*done, kind)):
+        for section, after in _READERS[kind](attempt, cursor, done):
+            for rest in read_sections(attempt, after, (*done, kind)):
                 yield (section, *rest)
-    if done in trial.patterns:
+    if done in attempt.patterns:
         # Junk behind a whole state fails in the first words of a section that is not there.
-        trial.note(_trailing(cursor), cursor, beyond=_SECTION_MIN_BYTES if done else 0)
+        attempt.note(_trailing(cursor), cursor, beyond=_SECTION_MIN_BYTES if done else 0)
 
 
 def _trailing(cursor: Cursor) -> TrailingBytes:
@@ -162,16 +172,16 @@ def _continues(pattern: tuple[SectionKind, ...], done: tuple[SectionKind, ...]) 
 
 
 def read_attention(
-    trial: Trial, cursor: Cursor, done: tuple[SectionKind, ...]
+    attempt: Attempt, cursor: Cursor, done: tuple[SectionKind, ...]
 ) -> Iterator[tuple[AttentionSection, Cursor]]:
     """Every way to read an attention section, and the place behind it."""
     index = done.count(SectionKind.ATTENTION)
-    for has_v in trial.has_v[index : index + 1] or (True, False):
+    for has_v in attempt.has_v[index : index + 1] or (True, False):
         after = cursor.fork()
         try:
-            section = _attention(trial, after, f"section {len(done)}", has_v=has_v)
+            section = _attention(attempt, after, f"section {len(done)}", has_v=has_v)
         except StateFormatError as error:
-            trial.note(error, after)
+            attempt.note(error, after)
             continue
         if section.n_layers and not has_v:
             # Caches without V are rare: where V is damaged, that is the better guess than bytes behind the end.
@@ -182,22 +192,22 @@ def read_attention(
             return
 
 
-def _attention(trial: Trial, cursor: Cursor, where: str, *, has_v: bool) -> AttentionSection:
+def _attention(attempt: Attempt, cursor: Cursor, where: str, *, has_v: bool) -> AttentionSection:
     start = cursor.offset
-    is_streamed = trial.grammar.has_streams
-    n_streams = cursor.count(f"{where} n_stream", trial.limits.n_streams, item_bytes=4) if is_streamed else 1
+    is_streamed = attempt.grammar.has_streams
+    n_streams = cursor.count(f"{where} n_stream", attempt.limits.n_streams, item_bytes=4) if is_streamed else 1
     if not n_streams:
         raise BadField(start, f"{where} n_stream", n_streams, "1 or more")
-    streams: list[Stream | None] = []
-    model: Stream | None = None
+    streams: list[KvStream | None] = []
+    model: KvStream | None = None
     for index in range(n_streams):
         try:
-            stream = _stream(trial, cursor, f"{where} stream {index}", has_v=has_v)
+            stream = _stream(attempt, cursor, f"{where} stream {index}", has_v=has_v)
         except Truncated:
-            if not trial.clips:
+            if not attempt.clips:
                 raise
-            trial.lost = range(index, n_streams)
-            streams += [None] * len(trial.lost)
+            attempt.lost = range(index, n_streams)
+            streams += [None] * len(attempt.lost)
             break
         if stream is not None:
             if model is None:
@@ -210,28 +220,28 @@ def _attention(trial: Trial, cursor: Cursor, where: str, *, has_v: bool) -> Atte
     return AttentionSection(start, ext_bytes, tuple(streams), is_streamed)
 
 
-def _stream(trial: Trial, cursor: Cursor, where: str, *, has_v: bool) -> Stream | None:
+def _stream(attempt: Attempt, cursor: Cursor, where: str, *, has_v: bool) -> KvStream | None:
     start = cursor.offset
-    limits = trial.limits
-    rule = trial.cell_rule(trial.grammar.ext_bytes, trial.grammar.cell_ids)
+    limits = attempt.limits
+    rule = attempt.cell_rule(attempt.grammar.ext_bytes, attempt.grammar.cell_ids)
     count = cursor.count(f"{where} cell count", limits.n_cells, item_bytes=min_cell_bytes(rule))
-    if not count and trial.grammar.has_streams:
+    if not count and attempt.grammar.has_streams:
         return None
-    cells = trial.cells(cursor, count, rule, where)
+    cells = attempt.cells(cursor, count, rule, where)
     cursor.progress += count > 0
     at = cursor.offset
     v_trans = cursor.u32(f"{where} v_trans")
     if v_trans > 1:
         raise BadField(at, f"{where} v_trans", v_trans, "0 or 1")
     n_layers = cursor.count(f"{where} n_layer", limits.n_layers)
-    rotation = _rotation(cursor, where) if trial.grammar.has_rotation else None
-    keys = tuple(_rows(trial, cursor, count, f"{where} layer {i} K") for i in range(n_layers))
+    rotation = _rotation(cursor, where) if attempt.grammar.has_rotation else None
+    keys = tuple(_rows(attempt, cursor, count, f"{where} layer {i} K") for i in range(n_layers))
     values: tuple[Rows, ...] | tuple[Columns, ...] = ()
     if has_v and v_trans:
-        values = tuple(_columns(trial, cursor, count, f"{where} layer {i} V") for i in range(n_layers))
+        values = tuple(_columns(attempt, cursor, count, f"{where} layer {i} V") for i in range(n_layers))
     elif has_v:
-        values = tuple(_rows(trial, cursor, count, f"{where} layer {i} V") for i in range(n_layers))
-    return Stream(start, cells, bool(v_trans), rotation, keys, values)
+        values = tuple(_rows(attempt, cursor, count, f"{where} layer {i} V") for i in range(n_layers))
+    return KvStream(start, cells, bool(v_trans), rotation, keys, values)
 
 
 def _rotation(cursor: Cursor, where: str) -> Rotation:
@@ -254,11 +264,11 @@ def _kind(cursor: Cursor, where: str) -> TensorType:
     return kind
 
 
-def _rows(trial: Trial, cursor: Cursor, n_cells: int, where: str, *, may_be_empty: bool = False) -> Rows:
+def _rows(attempt: Attempt, cursor: Cursor, n_cells: int, where: str, *, may_be_empty: bool = False) -> Rows:
     start = cursor.offset
     kind = _kind(cursor, where)
-    size = _row_size(cursor, where, kind, trial.limits, may_be_empty=may_be_empty)
-    return Rows(start, kind, size, trial.row_span(cursor, n_cells * size, f"{where} rows"))
+    size = _row_size(cursor, where, kind, attempt.limits, may_be_empty=may_be_empty)
+    return Rows(start, kind, size, attempt.row_span(cursor, n_cells * size, f"{where} rows"))
 
 
 def _row_size(cursor: Cursor, where: str, kind: TensorType, limits: Limits, *, may_be_empty: bool) -> int:
@@ -273,7 +283,7 @@ def _row_size(cursor: Cursor, where: str, kind: TensorType, limits: Limits, *, m
     return size
 
 
-def _columns(trial: Trial, cursor: Cursor, n_cells: int, where: str) -> Columns:
+def _columns(attempt: Attempt, cursor: Cursor, n_cells: int, where: str) -> Columns:
     start = cursor.offset
     kind = _kind(cursor, where)
     info = TYPE_TABLE[kind]
@@ -284,11 +294,11 @@ def _columns(trial: Trial, cursor: Cursor, n_cells: int, where: str) -> Columns:
     if element_bytes != info.block_bytes:
         raise Inconsistent(at, f"{where} element bytes", element_bytes, f"{info.block_bytes} for {kind.name}")
     at = cursor.offset
-    n_values = cursor.count(f"{where} n_embd_v", trial.limits.row_bytes // element_bytes)
+    n_values = cursor.count(f"{where} n_embd_v", attempt.limits.row_bytes // element_bytes)
     if not n_values:
         raise BadField(at, f"{where} n_embd_v", n_values, "1 or more")
     cursor.progress += 1
-    data = trial.row_span(cursor, n_values * n_cells * element_bytes, f"{where} values")
+    data = attempt.row_span(cursor, n_values * n_cells * element_bytes, f"{where} values")
     return Columns(start, kind, n_values, data)
 
 
@@ -301,16 +311,18 @@ class _Link:
     after: Cursor
 
 
-def _read_recurrent(trial: Trial, cursor: Cursor, done: tuple[SectionKind, ...]) -> Iterator[tuple[Section, Cursor]]:
+def _read_recurrent(
+    attempt: Attempt, cursor: Cursor, done: tuple[SectionKind, ...]
+) -> Iterator[tuple[Section, Cursor]]:
     where = f"section {len(done)}"
     start = cursor.offset
     head = cursor.fork()
     try:
-        limits = trial.limits
+        limits = attempt.limits
         # A recurrent cell never has the extra record, whatever attention cells of the same model have.
-        rule = trial.cell_rule(0, trial.grammar.recurrent_ids)
+        rule = attempt.cell_rule(0, attempt.grammar.recurrent_ids)
         count = head.count(f"{where} cell count", limits.n_cells, item_bytes=min_cell_bytes(rule))
-        cells = trial.cells(head, count, rule, where)
+        cells = attempt.cells(head, count, rule, where)
         head.progress += count > 0
         at = head.offset
         s_trans = head.u32(f"{where} s_trans")
@@ -321,52 +333,52 @@ def _read_recurrent(trial: Trial, cursor: Cursor, done: tuple[SectionKind, ...])
         if not n_layer:
             raise BadField(at, f"{where} n_layer", n_layer, "1 or more, as every layer of the model counts")
     except StateFormatError as error:
-        trial.note(error, head, unlikely=1)
+        attempt.note(error, head, unlikely=1)
         return
-    for chain, after in _chains(trial, head, count, n_layer, where):
-        for layers, end in _split(trial, chain, after, count, n_layer, where):
+    for chain, after in _chains(attempt, head, count, n_layer, where):
+        for layers, end in _split(attempt, chain, after, count, n_layer, where):
             yield RecurrentSection(start, cells, n_layer, layers), end
 
 
 def _chains(
-    trial: Trial, cursor: Cursor, count: int, n_layer: int, where: str
+    attempt: Attempt, cursor: Cursor, count: int, n_layer: int, where: str
 ) -> Iterator[tuple[tuple[_Link, ...], Cursor]]:
     """Every longest chain of R rows of one type and size, with and without second histories."""
     pending: list[tuple[tuple[_Link, ...], Cursor]] = [((), cursor)]
     while pending:
         chain, place = pending.pop()
-        trial.step(place.offset)
-        grown = list(_grow(trial, chain, place, count, where)) if len(chain) < 2 * n_layer else []
+        attempt.step(place.offset)
+        grown = list(_grow(attempt, chain, place, count, where)) if len(chain) < 2 * n_layer else []
         if grown:
             pending.extend(((*chain, link), link.after) for link in reversed(grown))
         else:
             yield chain, place
 
 
-def _grow(trial: Trial, chain: tuple[_Link, ...], place: Cursor, count: int, where: str) -> Iterator[_Link]:
+def _grow(attempt: Attempt, chain: tuple[_Link, ...], place: Cursor, count: int, where: str) -> Iterator[_Link]:
     """The next R rows, without and then with a second history behind them."""
     name = f"{where} recurrent layer {len(chain)}"
     after = place.fork()
     try:
-        rows = _rows(trial, after, count, f"{name} R", may_be_empty=True)
+        rows = _rows(attempt, after, count, f"{name} R", may_be_empty=True)
         if chain:
             _same(rows, chain[0].rows, f"{name} R")
     except StateFormatError as error:
-        trial.note(error, after, unlikely=1)
+        attempt.note(error, after, unlikely=1)
         return
     yield _Link(rows, None, after)
-    if not trial.grammar.has_history:
+    if not attempt.grammar.has_history:
         return
     behind = after.fork()
     try:
         start = behind.offset
-        size = _row_size(behind, f"{name} history", rows.kind, trial.limits, may_be_empty=False)
-        history = Rows(start, rows.kind, size, trial.row_span(behind, count * size, f"{name} history"))
+        size = _row_size(behind, f"{name} history", rows.kind, attempt.limits, may_be_empty=False)
+        history = Rows(start, rows.kind, size, attempt.row_span(behind, count * size, f"{name} history"))
         first = next((link.history for link in chain if link.history is not None), None)
         if first is not None:
             _same(history, first, f"{name} history")
     except StateFormatError as error:
-        trial.note(error, behind, unlikely=1)
+        attempt.note(error, behind, unlikely=1)
         return
     yield _Link(rows, history, behind)
 
@@ -379,7 +391,7 @@ def _same(rows: Rows, first: Rows, where: str) -> None:
 
 
 def _split(
-    trial: Trial, chain: tuple[_Link, ...], after: Cursor, count: int, n_layer: int, where: str
+    attempt: Attempt, chain: tuple[_Link, ...], after: Cursor, count: int, n_layer: int, where: str
 ) -> Iterator[tuple[tuple[RecurrentLayer, ...], Cursor]]:
     """Every way to see a chain as R rows of k layers that S rows of the same k layers follow.
 
@@ -391,12 +403,12 @@ def _split(
         try:
             states: list[Rows] = []
             for index in range(len(chain)):
-                rows = _rows(trial, end, count, f"{where} recurrent layer {index} S", may_be_empty=True)
+                rows = _rows(attempt, end, count, f"{where} recurrent layer {index} S", may_be_empty=True)
                 if states:
                     _same(rows, states[0], f"{where} recurrent layer {index} S")
                 states.append(rows)
         except StateFormatError as error:
-            trial.note(error, end, unlikely=1)
+            attempt.note(error, end, unlikely=1)
         else:
             yield tuple(RecurrentLayer(link.rows, link.history, s) for link, s in zip(chain, states, strict=True)), end
     for k in sorted({len(chain) // 2, (len(chain) - 1) // 2} - {len(chain), -1}, reverse=True):
@@ -406,7 +418,7 @@ def _split(
             yield tuple(RecurrentLayer(r.rows, r.history, s.rows) for r, s in pairs), halves[1][-1].after.fork()
 
 
-def _read_opaque(trial: Trial, cursor: Cursor, done: tuple[SectionKind, ...]) -> Iterator[tuple[Section, Cursor]]:
+def _read_opaque(attempt: Attempt, cursor: Cursor, done: tuple[SectionKind, ...]) -> Iterator[tuple[Section, Cursor]]:
     where = f"section {len(done)}"
     after = cursor.fork()
     start = after.offset
@@ -414,13 +426,13 @@ def _read_opaque(trial: Trial, cursor: Cursor, done: tuple[SectionKind, ...]) ->
     name = OPAQUE_MAGICS.get(magic)
     if name is None:
         known = ", ".join(f"{number:#x}" for number in OPAQUE_MAGICS)
-        trial.note(BadField(start, f"{where} magic", f"{magic:#x}", known), cursor, unlikely=2)
+        attempt.note(BadField(start, f"{where} magic", f"{magic:#x}", known), cursor, unlikely=2)
         return
     whole = cursor.fork()
     yield OpaqueSection(start, name, whole.span(whole.remaining, where)), whole
 
 
-_Reader = Callable[[Trial, Cursor, tuple[SectionKind, ...]], Iterator[tuple[Section, Cursor]]]
+_Reader = Callable[[Attempt, Cursor, tuple[SectionKind, ...]], Iterator[tuple[Section, Cursor]]]
 _READERS: dict[SectionKind, _Reader] = {
     SectionKind.ATTENTION: read_attention,
     SectionKind.RECURRENT: _read_recurrent,

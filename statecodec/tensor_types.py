@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from statecodec.errors import NotRepresentable
+
 
 class TensorType(enum.IntEnum):
     """The cache types of the library. Source: ggml.h, enum ggml_type."""
@@ -58,12 +60,12 @@ def row_bytes(kind: TensorType, n_values: int) -> int:
     """Bytes of a row of so many values.
 
     Raises:
-        ValueError: the row is not a whole number of blocks.
+        NotRepresentable: the row is not a whole number of blocks.
     """
     info = TYPE_TABLE[kind]
     if n_values % info.block_values:
-        message = f"{n_values} values are not a whole number of {kind.name} blocks of {info.block_values}"
-        raise ValueError(message)
+        wanted = f"{kind.name} rows, which hold a multiple of {info.block_values} values"
+        raise NotRepresentable("rows", f"{n_values} values", wanted, "Choose f16.")
     return n_values // info.block_values * info.block_bytes
 
 

@@ -89,7 +89,7 @@ def check_facts(image: StateImage, facts: ModelFacts) -> None:
             _check_attention(section, facts, f"section {index}")
         elif isinstance(section, RecurrentSection):
             _check_recurrent(section, facts, f"section {index}")
-    caches = [section for section in image.sections if isinstance(section, AttentionSection)]
+    caches = image.caches
     # A partial state lacks the main cache, which these facts are about.
     if caches and image.content is not Content.PARTIAL:
         _check_first_attention(caches[0], facts)

@@ -130,7 +130,7 @@ def _rewritten(image: StateImage, wanted: Wanted) -> StateImage:
         image = _versioned(image, wanted.version, told)
     if wanted.flash_attn is True:
         image = transcode.to_v_trans(image, v_trans=False)
-    if is_typed or (wanted.rotation is not None and _rotations(image) != {wanted.rotation}):
+    if is_typed or (wanted.rotation is not None and {one.rotation for one in image.streams()} != {wanted.rotation}):
         image = transcode.to_types(
             image,
             type_k=wanted.type_k,
@@ -141,11 +141,6 @@ def _rewritten(image: StateImage, wanted: Wanted) -> StateImage:
     if wanted.flash_attn is False:
         image = transcode.to_v_trans(image, v_trans=True)
     return image if is_newer else _versioned(image, wanted.version, wanted.rotation or wanted.source_rotation)
-
-
-def _rotations(image: StateImage) -> set[Rotation | None]:
-    caches = [section for section in image.sections if isinstance(section, statecodec.AttentionSection)]
-    return {stream.rotation for cache in caches for _, stream in cache.filled()}
 
 
 def _versioned(image: StateImage, version: int | None, rotation: Rotation | None) -> StateImage:

@@ -20,12 +20,12 @@ from statecodec import (
     AttentionSection,
     Cells,
     Columns,
+    KvStream,
     RecurrentLayer,
     RecurrentSection,
     Rows,
     Section,
     StateImage,
-    Stream,
     TensorType,
     rotated,
     to_floats,
@@ -257,7 +257,7 @@ def _held(image: StateImage, section: AttentionSection | RecurrentSection, seq_i
     return found
 
 
-def _sides(stream: Stream) -> tuple[dict[str, _Layers], dict[str, int | None]]:
+def _sides(stream: KvStream) -> tuple[dict[str, _Layers], dict[str, int | None]]:
     sides: dict[str, _Layers] = {"k": stream.keys, "v": stream.values}
     rotation = rotation_of(stream)
     return sides, {"k": rotation.k, "v": rotation.v}
@@ -275,7 +275,7 @@ class KnownRotation(NamedTuple):
     v: int | None
 
 
-def rotation_of(stream: Stream) -> KnownRotation:
+def rotation_of(stream: KvStream) -> KnownRotation:
     """What is known of a stream's rotation, by its words or because plain rows of a cache that holds V never are."""
     if stream.rotation is not None:
         return KnownRotation(stream.rotation.k, stream.rotation.v)

@@ -78,8 +78,7 @@ def facts_of_rows(facts: ModelFacts, image: statecodec.StateImage) -> statecodec
     heads = [count for count in facts.n_head_kv if count]
     special = facts.is_mla or facts.n_embd_indexer or facts.n_swa or facts.is_hybrid or facts.is_encoder_decoder
     is_extended = any(".nextn." in tensor.name for tensor in facts.tensors)
-    caches = [section for section in image.sections if isinstance(section, statecodec.AttentionSection)]
-    if special or is_extended or len(image.sections) != 1 or not caches or not caches[0].n_cells:
+    if special or is_extended or len(image.sections) != 1 or not image.caches or not image.caches[0].n_cells:
         return known
     return replace(
         known,

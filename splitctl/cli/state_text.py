@@ -12,7 +12,7 @@ import statecodec
 from splitctl.cli.output import mib
 from splitctl.cli.state_diff import rotation_of
 from splitctl.cli.state_file import CarryAround, StateFile
-from statecodec import AttentionSection, OpaqueSection, RecurrentSection, Section, StateImage, Stream
+from statecodec import AttentionSection, KvStream, OpaqueSection, RecurrentSection, Section, StateImage
 
 _FIRST_TOKENS = 16
 
@@ -123,13 +123,13 @@ def _section(section: Section, end: int) -> dict[str, Any]:
     return body
 
 
-def _v(filled: list[Stream]) -> str:
+def _v(filled: list[KvStream]) -> str:
     if not filled or not filled[0].values:
         return "absent"
     return "transposed" if filled[0].v_trans else "plain"
 
 
-def _rotation(stream: Stream) -> dict[str, Any]:
+def _rotation(stream: KvStream) -> dict[str, Any]:
     """Hadamard blocks of K and V, None where nothing says; whether it is the bytes that say it."""
     known = rotation_of(stream)
     return {"said": stream.rotation is not None, "k": known.k, "v": known.v}
@@ -149,7 +149,7 @@ def _sequences(section: AttentionSection | RecurrentSection) -> list[dict[str, A
     return found
 
 
-def _layers(stream: Stream) -> list[dict[str, Any]]:
+def _layers(stream: KvStream) -> list[dict[str, Any]]:
     values = stream.values or (None,) * len(stream.keys)
     return [
         {

@@ -15,12 +15,11 @@ import statecodec
 from splitctl.errors import StateUnsound
 from splitctl.placement import FlashAttn, Placement
 from statecodec import (
-    AttentionSection,
     Columns,
+    KvStream,
     Rotation,
     Rows,
     StateImage,
-    Stream,
     TensorType,
     transcode,
 )
@@ -53,15 +52,7 @@ def n_streams(placement: Placement) -> int:
 
 
 def plan(current: Placement, target: Placement) -> Plan | None:
-    """Say what must be rewritten.
-
-    Args:
-        current: the placement that the carry was made in.
-        target: the placement that it shall go to.
-
-    Returns:
-        The plan; None where the bytes go as they are.
-    """
+    """Say what must be rewritten to go from one placement to another; None where the bytes go as they are."""
     sides = [(current.type_k, target.type_k), (current.type_v, target.type_v)]
     kinds = [TensorType[new.upper()] if old != new else None for old, new in sides]
     turned = current.flash_attn is not target.flash_attn
@@ -144,7 +135,7 @@ def fit(state: memoryview, shown: memoryview) -> tuple[memoryview, tuple[str, ..
     return _written(image), tuple(_phrase(change) for change in image.changes)
 
 
-def _as_cache(image: StateImage, there: Stream, own: StateImage, model: Stream) -> StateImage:
+def _as_cache(image: StateImage, there: KvStream, own: StateImage, model: KvStream) -> StateImage:
     """Turn, requantize and regroup rows as the model stream has them."""
     kind_k = _kind(model.keys, there.keys)
     kind_v = _kind(model.values, there.values)
@@ -153,8 +144,7 @@ def _as_cache(image: StateImage, there: Stream, own: StateImage, model: Stream) 
         image = transcode.to_v_trans(image, v_trans=False)
     if kind_k is not None or kind_v is not None:
         image = transcode.to_types(image, type_k=kind_k, type_v=kind_v, rotation=_rotations(own))
-    cache = next(section for section in own.sections if isinstance(section, AttentionSection))
-    image = transcode.to_streams(image, len(cache.streams))
+    image = transcode.to_streams(image, len(own.caches[0].streams))
     return transcode.to_v_trans(image, v_trans=True) if moves_v and model.v_trans else image
 
 
@@ -165,17 +155,13 @@ def _kind(wanted: Sequence[Rows | Columns], found: Sequence[Rows | Columns]) -> 
     return wanted[0].kind
 
 
-def _first(image: StateImage) -> Stream | None:
+def _first(image: StateImage) -> KvStream | None:
     """Return the first stream that holds cells."""
-    for section in image.sections:
-        if isinstance(section, AttentionSection):
-            for _, stream in section.filled():
-                return stream
-    return None
+    return next(image.streams(), None)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FileContent:
     """What a file of the library's own holds.
 
     Args:
@@ -191,7 +177,7 @@ class Found:
     damage: str = ""
 
 
-def look(state: memoryview) -> Found:
+def look(state: memoryview) -> FileContent:
     """Read what a session or sequence file of the library, or a slot file of its server, holds.
 
     Raises:
@@ -207,10 +193,10 @@ def look(state: memoryview) -> Found:
     held = {} if image is None else image.sequences()
     rows = {0 if image is None or image.form.is_sequence else seq_id: span.pos_max + 1 for seq_id, span in held.items()}
     if tokens is None:
-        return Found((), rows, has_media=False)
+        return FileContent((), rows, has_media=False)
     words = tuple(int(token) for token in tokens.text)
     has_media = bool(tokens.media) or any(token < 0 for token in words)
-    return Found(words, rows, has_media, "" if found.damage is None else str(found.damage))
+    return FileContent(words, rows, has_media, "" if found.damage is None else str(found.damage))
 
 
 def _phrase(change: statecodec.Change) -> str:
@@ -219,22 +205,15 @@ def _phrase(change: statecodec.Change) -> str:
 
 
 def _is_turned(image: StateImage) -> bool:
-    return any(
-        stream.v_trans
-        for section in image.sections
-        if isinstance(section, AttentionSection)
-        for _, stream in section.filled()
-    )
+    return any(stream.v_trans for stream in image.streams())
 
 
 def _rotations(image: StateImage) -> list[Rotation] | None:
     """Read the rotation of each attention section off a state; None where its layout does not say."""
     found: list[Rotation] = []
-    for section in image.sections:
-        if not isinstance(section, AttentionSection):
-            continue
-        streams = [stream for _, stream in section.filled()]
-        if not streams or streams[0].rotation is None:
+    for cache in image.caches:
+        stream = next((stream for _, stream in cache.filled()), None)
+        if stream is None or stream.rotation is None:
             return None
-        found.append(streams[0].rotation)
+        found.append(stream.rotation)
     return found

@@ -5,12 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import xxhash
 
 import statecodec
-from splitctl.carry.arena import Arena
 from splitctl.engine.live import LiveSession
 
 
@@ -19,7 +17,8 @@ class SealedState:
     """A saved state that has been parsed, checked against the session and checksummed.
 
     Args:
-        view: its bytes, in the arena.
+        view: its bytes, in an arena.
+        arena: which of the session's arenas; None for a model without a memory.
         digest: xxh3-128 of them.
         positions: sequence id -> first and last position when it was saved.
         n_tokens: tokens of all sequences.
@@ -29,22 +28,13 @@ class SealedState:
     """
 
     view: memoryview
+    arena: int | None
     digest: bytes
     positions: Mapping[int, tuple[int, int]]
     n_tokens: int
     n_sequences: int
     version: int = 0
     is_foreign: bool = False
-
-
-class SealWatch(Protocol):
-    """Is told what the session's arenas hold. Thread: the session's turn guards it; it must not call back in."""
-
-    def unsealing(self, arena: Arena) -> None:
-        """Hear that an arena is about to be overwritten."""
-
-    def sealed(self, sealed: SealedState, arena: Arena) -> None:
-        """Hear that a state lies sealed in an arena; what this raises fails the sealing."""
 
 
 class Digest:
@@ -70,7 +60,7 @@ class Digest:
 
 
 def contradictions(live: LiveSession, view: memoryview, wanted: Mapping[int, int]) -> tuple[str, int]:
-    """Say in what bytes and books disagree.
+    """Say how bytes and session disagree.
 
     Args:
         live: the session's parts.
@@ -113,7 +103,7 @@ def _read(live: LiveSession, view: memoryview) -> statecodec.StateImage:
             live.state_shape = None
     image = statecodec.parse(view, facts=facts)
     if image.sequences():
-        attention = [one for one in image.sections if isinstance(one, statecodec.AttentionSection)]
+        attention = image.caches
         live.state_shape = (
             image.versions,
             tuple(section.kind.value for section in image.sections),

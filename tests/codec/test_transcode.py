@@ -11,13 +11,13 @@ from statecodec import (
     AttentionSection,
     Columns,
     Form,
+    KvStream,
     ModelFacts,
     NotRepresentable,
     RecurrentSection,
     Rotation,
     Rows,
     StateImage,
-    Stream,
     TensorType,
     emit,
     parse,
@@ -47,7 +47,7 @@ def reread(image: StateImage, facts: ModelFacts | None = None) -> StateImage:
     return again
 
 
-def stream_of(image: StateImage, number: int = 0) -> Stream:
+def stream_of(image: StateImage, number: int = 0) -> KvStream:
     section = image.sections[number]
     assert isinstance(section, AttentionSection)
     return next(section.filled())[1]
