@@ -10,7 +10,8 @@ from typing import Any, Self
 
 from splitctl.cli.output import EXIT_OF_FAULT, ExitCode, Screen
 from splitctl.errors import SplitctlError, WorkerLost
-from splitctl.ipc.jobs import Failure, JobEvent, JobRequest, Partial, Piece, Progress, Result
+from splitctl.ipc.jobs import Failure, JobRequest, Partial, Piece, Progress, Result
+from splitctl.ipc.orders import WorkerEvent
 from splitctl.ipc.process import WorkerProcess
 from splitctl.last_words import telling_line
 
@@ -19,7 +20,8 @@ class Interrupts:
     """Ctrl-C while a worker runs: the first asks it to stop, the second ends it.
 
     Lifetime:
-        Use as a context manager in the main thread; leaving it gives the handler back.
+        Use as a context manager in the main thread; leaving it gives the handler back, unless one came: then the
+        command is about to end, and no more are heard.
     """
 
     def __init__(self) -> None:
@@ -36,8 +38,8 @@ class Interrupts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give the signal back."""
-        signal.signal(signal.SIGINT, self._previous)
+        """Give the signal back, or ignore it."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN if self.count else self._previous)
 
     def attach(self, worker: WorkerProcess) -> None:
         """Pass interrupts on to a worker, one that came before it existed included.
@@ -115,7 +117,7 @@ def ask(request: JobRequest, screen: Screen) -> JobAnswer:
     return answer
 
 
-def _show(event: JobEvent, screen: Screen, answer: JobAnswer) -> None:
+def _show(event: WorkerEvent, screen: Screen, answer: JobAnswer) -> None:
     """Show one event, or keep it for the answer."""
     match event:
         case Progress():
@@ -129,4 +131,4 @@ def _show(event: JobEvent, screen: Screen, answer: JobAnswer) -> None:
             answer.body = event.body
         case Failure():
             answer.body.update(event.body)
-            answer.code = screen.fail(event.kind, event.message, EXIT_OF_FAULT[event.fault], answer.body)
+            answer.code = screen.fail(event.name, event.message, EXIT_OF_FAULT[event.fault], answer.body)

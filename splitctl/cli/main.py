@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from types import FrameType
 
 import click
 
@@ -49,12 +51,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: arguments without the program's name; None takes the process's own.
+        argv: arguments without the program's name; None takes the process's own, which then ends with this command:
+            Ctrl-C raises KeyboardInterrupt once at most, and is ignored from the command's end on.
 
     Returns:
         The exit status, an `ExitCode`.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is not None:
+        return _run(list(argv))
+    try:
+        signal.signal(signal.SIGINT, _interrupt_once)
+        code = _run(sys.argv[1:])
+        # Python gives other handlers back to the system while it ends; a signal then would decide the exit status.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except KeyboardInterrupt:
+        return ExitCode.CANCELLED
+    return code
+
+
+def _interrupt_once(number: int, frame: FrameType | None) -> None:
+    """End the command; what it says about that is not interrupted again."""
+    del frame
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _run(arguments: list[str]) -> int:
+    """Run the command that the arguments name, and tell how it failed."""
     as_json = "--json" in arguments
     try:
         code = cli.main(arguments, prog_name="splitctl", standalone_mode=False)

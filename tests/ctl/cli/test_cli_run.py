@@ -478,6 +478,55 @@ def test_a_second_ctrl_c_ends_a_library_that_hangs(tmp_path: Path) -> None:
     assert _all_gone(below)
 
 
+_INTERRUPTED = """
+import atexit, io, os, signal, sys
+from splitctl.cli import main
+
+def interrupt():
+    signal.raise_signal(signal.SIGINT)
+
+class Input:
+    @property
+    def buffer(self):
+        interrupt()
+
+class Errors(io.TextIOWrapper):
+    def write(self, text):
+        n = super().write(text)
+        interrupt()
+        interrupt()
+        return n
+
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGINT):
+        kill(pid, number)
+
+last = Last()
+atexit.register(interrupt)
+sys.stdin = Input()
+sys.stderr = Errors(sys.stderr.buffer, "utf-8", write_through=True)
+code = main()
+interrupt()
+sys.exit(code)
+"""
+
+
+@needs_compiler
+@pytest.mark.stub
+@pytest.mark.parametrize("prompt", [("-p", "hi"), ("-f", "-")], ids=["while loading", "before a worker"])
+def test_more_ctrl_c_until_the_very_end_changes_nothing(prompt: tuple[str, str], tmp_path: Path) -> None:
+    """Interrupts at every line of stderr, after the command, and while Python ends: the status is 130, told once."""
+    model = write_model(tmp_path / "tiny.gguf")
+    arguments = ["run", "-m", model, "--lib", build(), "--device", "CPU,CPU", "--json", *prompt]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _INTERRUPTED, *map(str, arguments)],
+        env=_env(PYTHONPATH=str(_ROOT), STUB_FAULTS="load:hang"), capture_output=True, timeout=_GUARD_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 130, done.stderr.decode()
+    assert b"Traceback" not in done.stderr
+    assert _json(done)["exit_code"] == 130
+
+
 @needs_compiler
 @pytest.mark.stub
 @pytest.mark.parametrize("victim", ["command", "worker"])
