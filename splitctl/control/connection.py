@@ -11,8 +11,8 @@ from typing import Any
 
 from splitctl.control.requests import CANCEL
 from splitctl.control.sockets import peer_uid
-from splitctl.errors import Busy, Cancelled, ConfigInvalid, Parked, Refused, SplitctlError
-from splitctl.ipc.jobs import Fault
+from splitctl.errors import SplitctlError
+from splitctl.ipc.jobs import Fault, fault_of
 from splitctl.ipc.wire import MessageInvalid, line_of, object_of
 from splitctl.outcome import to_plain
 
@@ -20,15 +20,6 @@ _CHUNK_BYTES = 1 << 16
 _MAX_CONTROL_BYTES = 4096
 #: Progress is left out for a client that has this much unread [bytes].
 _UNREAD_BYTES = 1 << 18
-
-_FAULTS: tuple[tuple[type[Exception], Fault], ...] = (
-    (MessageInvalid, Fault.CONFIG),
-    (ConfigInvalid, Fault.CONFIG),
-    (Busy, Fault.BUSY),
-    (Refused, Fault.REFUSED),
-    (Cancelled, Fault.CANCELLED),
-    (Parked, Fault.PARKED),
-)
 
 
 class Connection:
@@ -146,10 +137,10 @@ def error_body(error: Exception) -> dict[str, Any]:
     Returns:
         Keys fault, kind, message and body.
     """
-    fault = getattr(error, "fault", None)
+    fault, name = getattr(error, "fault", None), getattr(error, "name", None)
     if not isinstance(fault, Fault):
-        fault = next((fault for kind, fault in _FAULTS if isinstance(error, kind)), Fault.INTERNAL)
-    name = getattr(error, "name", None) if isinstance(getattr(error, "fault", None), Fault) else None
+        # A message that cannot be read is the client's fault here, and splitctl's own between its processes.
+        fault, name = Fault.CONFIG if isinstance(error, MessageInvalid) else fault_of(error), None
     message = str(error)
     if not isinstance(error, SplitctlError | OSError):
         message = f"{type(error).__name__}: {error}; this is a fault of splitctl, please report it"

@@ -1,27 +1,23 @@
-"""What a worker is asked and what it answers: one JSON object a line, both ways.
+"""What a worker is asked and what it answers: one message a line, both ways, written and read by `wire`.
 
 Laws:
-    1. The parent writes one request line to the worker's stdin, then control lines. End of file there means that the
-       parent is gone: the worker ends at once.
+    1. The parent writes one request line to the worker's stdin, then control lines and orders of a hosted session. End
+       of file there means that the parent is gone: the worker ends at once.
     2. The worker answers on a descriptor of its own, never on stdout, because libraries print there.
-    3. A line that is too long, is not JSON, or is not one of these objects raises ProtocolBroken and nothing else.
-    4. The last event of a request is a Result or a Failure; after it the worker ends.
+    3. The last event of a request is a Result or a Failure; after it the worker ends.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-import dataclasses
 import enum
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from splitctl.carry.sequence import SamplerSpec
-from splitctl.errors import ConfigInvalid, SplitctlError
+from splitctl.errors import BadModelFile, Busy, Cancelled, ConfigInvalid, ContextFull, Parked, Refused
+from splitctl.outcome import SwitchOptions
 from splitctl.placement import Placement, SplitMode
 
 #: A longer line is no message of ours [bytes].
@@ -29,25 +25,6 @@ MAX_LINE_BYTES = 256 * 1024 * 1024
 
 #: The control line that asks a worker to stop at the next point where it can.
 CANCEL = b'{"control":"cancel"}\n'
-
-
-class ProtocolBroken(SplitctlError):
-    """A line between the two processes that is none of the messages."""
-
-    def __init__(self, found: str, wanted: str) -> None:
-        """Build from the line.
-
-        Args:
-            found: the start of the line, or what is wrong with it.
-            wanted: what it should have been, as a phrase.
-        """
-        self.found = found
-        self.wanted = wanted
-        super().__init__(found, wanted)
-
-    def __str__(self) -> str:
-        """Name both."""
-        return f"a message between splitctl and its worker is {self.found}; wanted: {self.wanted}; reinstall splitctl"
 
 
 class Fault(enum.Enum):
@@ -61,6 +38,22 @@ class Fault(enum.Enum):
     PARKED = "parked"
     BUSY = "busy"
     INTERNAL = "internal"
+
+
+_FAULTS: Mapping[type[Exception], Fault] = {
+    Cancelled: Fault.CANCELLED,
+    Busy: Fault.BUSY,
+    Parked: Fault.PARKED,
+    Refused: Fault.REFUSED,
+    ConfigInvalid: Fault.CONFIG,
+    ContextFull: Fault.CONFIG,
+    BadModelFile: Fault.MODEL,
+}
+
+
+def fault_of(error: BaseException) -> Fault:
+    """Say whose fault an error is; INTERNAL for all that are not listed."""
+    return next((fault for kind, fault in _FAULTS.items() if isinstance(error, kind)), Fault.INTERNAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +98,8 @@ class RunRequest:
         prompt_ubatch: most tokens of one computed batch of the prompt; 0 for the largest that every device can lend,
             None for the placement's own.
         sampler: how tokens are picked, and the texts that end the generation.
-        proof: how the restored state is proved after a switch: bytes, positions or off.
-        force: whether a switch goes on in spite of warnings that only advise against it.
         rpc: RPC servers whose devices are added, HOST:PORT each.
-        convert: whether the carry may be converted for the placement that generates.
+        options: how the session switches; `force` is for its opening too.
         restore: a carry, or a session or slot file of the library, that the session begins with; None: empty.
         save: where the session is saved at the end; None: nowhere.
     """
@@ -121,10 +112,8 @@ class RunRequest:
     placement: Placement
     prompt_mode: SplitMode | None
     sampler: SamplerSpec
-    proof: str
-    force: bool
     rpc: tuple[str, ...] = ()
-    convert: bool = True
+    options: SwitchOptions = field(default_factory=SwitchOptions)
     restore: Path | None = None
     save: Path | None = None
     prompt_batch: int | None = None
@@ -243,17 +232,6 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class SessionReport:
-    """What a hosted session's worker tells, one of `orders.REPORTS`.
-
-    Attributes:
-        body: JSON object, as `wire.to_object` makes it.
-    """
-
-    body: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
 class Partial:
     """What is known of the result so far; it stands in for the result if the worker dies.
 
@@ -281,20 +259,20 @@ class Failure:
 
     Attributes:
         fault: whose fault.
-        kind: the error's class name.
+        name: the error's class name.
         message: one line for a person: what, and what to do.
         body: what is known besides, such as the part of an answer that exists; JSON object.
     """
 
     fault: Fault
-    kind: str
+    name: str
     message: str
-    body: dict[str, Any] = dataclasses.field(default_factory=dict)
+    body: dict[str, Any] = field(default_factory=dict)
 
 
-JobEvent = Progress | Piece | Partial | SessionReport | Result | Failure
+JobEvent = Progress | Piece | Partial | Result | Failure
 
-_REQUESTS: Mapping[str, type[JobRequest]] = {
+REQUESTS: Mapping[str, type] = {
     "devices": DevicesRequest,
     "doctor": DoctorRequest,
     "run": RunRequest,
@@ -303,147 +281,10 @@ _REQUESTS: Mapping[str, type[JobRequest]] = {
     "reserve": ReserveRequest,
     "host": HostRequest,
 }
-_EVENTS: Mapping[str, type[JobEvent]] = {
+EVENTS: Mapping[str, type] = {
     "progress": Progress,
     "piece": Piece,
     "partial": Partial,
-    "report": SessionReport,
     "result": Result,
     "failure": Failure,
 }
-_REQUEST_NAMES = {kind: name for name, kind in _REQUESTS.items()}
-_EVENT_NAMES = {kind: name for name, kind in _EVENTS.items()}
-
-
-def encode_request(request: JobRequest) -> bytes:
-    """Write a request as one line.
-
-    Args:
-        request: any of the requests.
-
-    Returns:
-        JSON and a line feed.
-    """
-    return _line({"job": _REQUEST_NAMES[type(request)], **_plain(request)})
-
-
-def decode_request(line: bytes) -> JobRequest:
-    """Read a request line.
-
-    Args:
-        line: with or without its line feed.
-
-    Returns:
-        The request.
-
-    Raises:
-        ProtocolBroken: the line is no request.
-    """
-    body = _object(line)
-    kind = _REQUESTS.get(str(body.pop("job", None)))
-    if kind is None:
-        raise ProtocolBroken(_start(line), "a request with a known job")
-    try:
-        return kind(**{name: _request_field(name, value) for name, value in body.items()})
-    except (TypeError, ValueError, ConfigInvalid) as error:
-        raise ProtocolBroken(f"a request that cannot be read ({error})", f"the fields of {kind.__name__}") from error
-
-
-def encode_event(event: JobEvent) -> bytes:
-    """Write an event as one line.
-
-    Args:
-        event: any of the events.
-
-    Returns:
-        JSON and a line feed.
-    """
-    return _line({"event": _EVENT_NAMES[type(event)], **_plain(event)})
-
-
-def decode_event(line: bytes) -> JobEvent:
-    """Read an event line.
-
-    Args:
-        line: with or without its line feed.
-
-    Returns:
-        The event.
-
-    Raises:
-        ProtocolBroken: the line is no event.
-    """
-    body = _object(line)
-    kind = _EVENTS.get(str(body.pop("event", None)))
-    if kind is None:
-        raise ProtocolBroken(_start(line), "an event of a known kind")
-    try:
-        if "data" in body:
-            body["data"] = base64.b64decode(body["data"], validate=True)
-        if "fault" in body:
-            body["fault"] = Fault(body["fault"])
-        return kind(**body)
-    except (TypeError, ValueError, binascii.Error) as error:
-        raise ProtocolBroken(f"an event that cannot be read ({error})", f"the fields of {kind.__name__}") from error
-
-
-def _plain(message: JobRequest | JobEvent) -> dict[str, Any]:
-    """Turn a message's own fields into values that JSON has."""
-    return {field.name: _plain_value(getattr(message, field.name)) for field in dataclasses.fields(message)}
-
-
-def _plain_value(value: Any) -> Any:
-    """Turn one value into one that JSON has."""
-    match value:
-        case Placement():
-            return value.to_json()
-        case SamplerSpec():
-            return dataclasses.asdict(value)
-        case enum.Enum():
-            return value.value
-        case Path():
-            return str(value)
-        case bytes():
-            return base64.b64encode(value).decode("ascii")
-        case _:
-            return value
-
-
-def _request_field(name: str, value: Any) -> Any:
-    """Turn one plain value of a request back into the kind its field holds."""
-    if name in {"model", "library", "restore", "save", "reference", "twin", "keep"}:
-        return None if value is None else Path(value)
-    if name == "placement":
-        return Placement.from_json(value)
-    if name == "prompt_mode":
-        return None if value is None else SplitMode(value)
-    if name in {"rpc", "arena_fds"}:
-        return tuple(value)
-    if name == "sizes":
-        return tuple((int(n_ctx), int(n_batch), int(n_ubatch)) for n_ctx, n_batch, n_ubatch in value)
-    if name == "sampler":
-        return SamplerSpec(**{**value, "stop": tuple(value.get("stop", ()))})
-    return value
-
-
-def _line(body: Mapping[str, Any]) -> bytes:
-    """Write one object as one line; JSON escapes every line feed within."""
-    return json.dumps(body, ensure_ascii=True, allow_nan=True, separators=(",", ":")).encode("ascii") + b"\n"
-
-
-def _object(line: bytes) -> dict[str, Any]:
-    """Read one object from a line that is not too long."""
-    if len(line) > MAX_LINE_BYTES:
-        raise ProtocolBroken(f"{len(line)} bytes long", f"{MAX_LINE_BYTES} bytes at most")
-    try:
-        body = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolBroken(_start(line), "a JSON object") from error
-    if not isinstance(body, dict):
-        raise ProtocolBroken(_start(line), "a JSON object")
-    return body
-
-
-def _start(line: bytes) -> str:
-    """Show the start of a line."""
-    return repr(line[:60])

@@ -1,11 +1,11 @@
 """What the supervisor orders a serving worker to do, and what the worker reports: the words of a hosted session.
 
 Laws:
-    1. The supervisor owns the session: what a report has told is kept there, so a worker may be gone after any of them.
+    1. The supervisor owns the session: it keeps what was reported, so a worker may be gone after any report.
     2. A worker takes orders between two decodes, in the order in which they came.
     3. Every order with an ``order`` number is answered by exactly one report with that number, Failed included; a
        stream is answered by Ended. Other reports come on the way.
-    4. A token is drawn once: what was reported is never drawn again, what was not reported was never drawn.
+    4. A token is drawn once: a reported one is never drawn again, and one that was not reported was never drawn.
     5. A session that is parked ends its worker with a Failure of fault "parked" and ``parked_at`` in its body; no
        stream has ended by that.
 """
@@ -19,11 +19,10 @@ from typing import Any
 
 from splitctl.carry.seal import Seal
 from splitctl.carry.sequence import SamplerSpec
-from splitctl.ipc.jobs import Fault
+from splitctl.ipc import jobs
+from splitctl.ipc.jobs import Fault, JobEvent
+from splitctl.outcome import SwitchOptions
 from splitctl.placement import Placement
-
-#: A longer line is no message of ours [bytes].
-MAX_LINE_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +69,16 @@ class Open:
     Attributes:
         placement: where and how.
         adapters: LoRA files.
-        force: open also what only a try in a child process speaks against.
-        seal: a sealed carry to begin with; None: begin from the books alone.
-        books: what each sequence must hold in the end; sequences of the seal that are not in it are forgotten.
+        force: open even if a trial in a child process failed.
+        seal: a sealed carry to begin with; None: read the tokens of `sequences` again.
+        sequences: what each sequence must hold in the end; sequences of the seal that are not in it are forgotten.
     """
 
     placement: Placement
     adapters: tuple[AdapterFile, ...] = ()
     force: bool = False
     seal: Seal | None = None
-    books: tuple[SequenceSnapshot, ...] = ()
+    sequences: tuple[SequenceSnapshot, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,16 +143,12 @@ class Switch:
     Attributes:
         order: number of the order.
         target: the whole placement.
-        proof: bytes, positions or off.
-        convert: whether the carry may be converted.
-        force: whether it goes on in spite of what only a try speaks against.
+        options: how.
     """
 
     order: int
     target: Placement
-    proof: str = "bytes"
-    convert: bool = True
-    force: bool = False
+    options: SwitchOptions = field(default_factory=SwitchOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +158,12 @@ class Check:
     Attributes:
         order: number of the order.
         target: the whole placement.
-        convert: whether the carry may be converted.
-        force: as for a switch.
+        options: as for a switch.
     """
 
     order: int
     target: Placement
-    convert: bool = True
-    force: bool = False
+    options: SwitchOptions = field(default_factory=SwitchOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,14 +432,14 @@ class Replaced:
 
     Attributes:
         order: number of the order.
-        books: what every sequence holds now.
+        sequences: what every sequence holds now.
         conversions: what was rewritten.
         recomputed: the tokens were read again.
         reason: why.
     """
 
     order: int
-    books: tuple[SequenceSnapshot, ...]
+    sequences: tuple[SequenceSnapshot, ...]
     conversions: tuple[str, ...] = ()
     recomputed: bool = False
     reason: str = ""
@@ -513,3 +506,8 @@ REPORTS: Mapping[str, type] = {
     "failed": Failed,
     "alive": Alive,
 }
+
+#: All that a worker's pipe may bring.
+EVENTS: Mapping[str, type] = {**jobs.EVENTS, **REPORTS}
+
+WorkerEvent = JobEvent | Report

@@ -26,7 +26,9 @@ from typing import Self
 
 from splitctl.errors import Cancelled, DeadlineExceeded, WorkerLost
 from splitctl.ipc import jobs
-from splitctl.ipc.jobs import Failure, JobEvent, JobRequest, Progress, Result
+from splitctl.ipc.jobs import Failure, JobRequest, Progress, Result
+from splitctl.ipc.orders import EVENTS, WorkerEvent
+from splitctl.ipc.wire import MessageInvalid, from_line, to_line
 from splitctl.last_words import how_it_ended
 
 _CHUNK_BYTES = 65536
@@ -70,7 +72,7 @@ class WorkerProcess:
         self._on_output = on_output
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._unfinished = b""
-        self._outgoing: deque[bytes] = deque((jobs.encode_request(request),))
+        self._outgoing: deque[bytes] = deque((to_line(request, jobs.REQUESTS),))
         self._begun = memoryview(b"")
         self._cancelled = False
         self._killed = False
@@ -147,7 +149,7 @@ class WorkerProcess:
 
     def events(
         self, *, deadline_s: float | None = None, is_cancelled: Callable[[], bool] | None = None
-    ) -> Iterator[JobEvent]:
+    ) -> Iterator[WorkerEvent]:
         """Follow the child until its last event.
 
         Args:
@@ -162,7 +164,7 @@ class WorkerProcess:
             Cancelled: `is_cancelled` said so.
             WorkerLost: the child ended without a last event.
             DeadlineExceeded: the child said nothing for too long.
-            ProtocolBroken: the child said something that is no event.
+            MessageInvalid: the child said something that is no event.
         """
         pending = bytearray()
         with selectors.DefaultSelector() as selector:
@@ -305,17 +307,17 @@ class WorkerProcess:
             raise WorkerLost(self.pid, "has no output pipe", ())
         return self._process.stdout.fileno()
 
-    def _decode(self, pending: bytearray) -> Iterator[JobEvent]:
+    def _decode(self, pending: bytearray) -> Iterator[WorkerEvent]:
         """Take whole lines out of `pending` and decode them."""
         while (end := pending.find(b"\n")) >= 0:
             line = bytes(pending[:end])
             del pending[: end + 1]
-            event = jobs.decode_event(line)
+            event: WorkerEvent = from_line(line, EVENTS, max_bytes=jobs.MAX_LINE_BYTES)
             if isinstance(event, Progress):
                 self._stage = event.stage
             yield event
         if len(pending) > jobs.MAX_LINE_BYTES:
-            raise jobs.ProtocolBroken("without an end", f"{jobs.MAX_LINE_BYTES} bytes a line at most")
+            raise MessageInvalid("", "without an end", f"{jobs.MAX_LINE_BYTES} bytes a line at most")
 
     def _take_output(self, chunk: bytes) -> None:
         """Keep the last lines of what the child prints."""

@@ -98,9 +98,9 @@ class Reserver:
                             found = tuple(Reservation.from_json(one) for one in event.body["reservations"])
                         case Failure():
                             if not library:
-                                raise LibraryMissing(event.kind, event.message)
+                                raise LibraryMissing(event.name, event.message)
                             why = (
-                                event.message if event.fault is not Fault.INTERNAL else f"{event.kind}: {event.message}"
+                                event.message if event.fault is not Fault.INTERNAL else f"{event.name}: {event.message}"
                             )
             except WorkerLost as error:
                 why = f"the dry run {error.how}: {telling_line(error.log_tail) or 'it said nothing'}"

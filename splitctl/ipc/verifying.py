@@ -161,7 +161,7 @@ class Verifier:
                         case Failure() if number == 0:
                             report.failure = event
                         case Failure():
-                            end = {"by": "return", "function": event.kind, "code": None, "said": event.message}
+                            end = {"by": "return", "function": event.name, "code": None, "said": event.message}
                             found |= {"verdict": Verdict.FAILS.value, "why": event.message, "end": end}
             except WorkerLost as error:
                 found |= _death(error, worker.stage)

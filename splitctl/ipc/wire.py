@@ -1,21 +1,21 @@
 """Messages as JSON lines: frozen dataclasses out, and in again with every field held against its annotation.
 
 Laws:
-    1. What comes in is trusted in nothing: a line that is too long, is not JSON, nests too deep, or has a missing,
+    1. Nothing that comes in is trusted: a line that is too long, is not JSON, nests too deep, or has a missing,
        unknown or wrong field raises MessageInvalid, which names the field, and nothing else.
-    2. Sizes are judged before anything is built from them.
+    2. Sizes are checked before anything is built from them.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
 import dataclasses
 import enum
 import functools
 import itertools
 import json
-import math
+import re
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -23,10 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from splitctl.errors import ConfigInvalid, SplitctlError
-from splitctl.placement import Placement
+from splitctl.placement import Changes, Placement
 
 #: Characters of what is shown.
 _SHOWN = 60
+_WORDS = {str: "a text", bool: "true or false", int: "a whole number", float: "a number"}
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 #: Entries of a list in a message: token lists are the longest that there are.
 MAX_ITEMS = 1 << 24
@@ -159,7 +161,7 @@ def _plain_fields(message: Any) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     match value:
-        case Placement():
+        case Placement() | Changes():
             return value.to_json()
         case enum.Enum():
             return value.value
@@ -201,91 +203,70 @@ def _build(kind: Any, body: Mapping[str, Any], where: str) -> Any:
 
 def _value(hint: Any, value: Any, where: str) -> Any:
     """Turn one JSON value into what an annotation says, or say why not."""
-    origin = typing.get_origin(hint)
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in {types.UnionType, typing.Union}:
-        return _one_of(typing.get_args(hint), value, where)
+        # In these messages: of one kind, or null.
+        (kind,) = (one for one in inner if one is not types.NoneType)
+        return None if value is None else _value(kind, value, where)
     if origin is tuple:
-        if not isinstance(value, list) or len(value) > MAX_ITEMS:
-            raise MessageInvalid(where, shown(value), f"a list of {MAX_ITEMS} entries at most")
-        inner = typing.get_args(hint)[0]
-        if inner is int and all(type(one) is int for one in value):
-            return tuple(value)
-        return tuple(_value(inner, one, f"{where}[{index}]") for index, one in enumerate(value))
-    if origin is dict or hint is dict:
-        if not isinstance(value, dict):
-            raise MessageInvalid(where, shown(value), "an object")
-        return value
+        return _tuple(inner, value, where)
     if hint is Any:
         return value
-    return _plain_value(hint, value, where)
-
-
-def _one_of(choices: tuple[Any, ...], value: Any, where: str) -> Any:
-    """Read a value that may be of several kinds; in these messages: of one kind, or null."""
-    if value is None and types.NoneType in choices:
-        return None
-    kinds = [choice for choice in choices if choice is not types.NoneType]
-    for choice in kinds[:-1]:
-        try:
-            return _value(choice, value, where)
-        except MessageInvalid:
-            continue
-    return _value(kinds[-1], value, where)
-
-
-_WORDS = {str: "a text", bool: "true or false", int: "a whole number", float: "a number"}
-
-
-def _plain_value(hint: Any, value: Any, where: str) -> Any:
     if hint is Placement:
-        if not isinstance(value, dict):
-            raise MessageInvalid(where, shown(value), "a placement, as an object")
-        try:
-            return Placement.from_json(value)
-        except (SplitctlError, TypeError, ValueError, OverflowError) as error:
-            raise MessageInvalid(where, shown(value), f"a placement ({error})") from error
-    if hint in _WORDS:
-        fits = type(value) is hint or (hint is float and type(value) is int)
-        if not fits or (hint is float and not math.isfinite(_as_float(value))):
-            raise MessageInvalid(where, shown(value), _WORDS[hint])
-        if hint is str and not _is_text(value):
-            raise MessageInvalid(where, "a text with half a character", "a text that UTF-8 can hold")
-        return _as_float(value) if hint is float else value
-    if dataclasses.is_dataclass(hint):
+        return _placement(value, where)
+    if hint is Changes:
+        return _changes(value, where)
+    if origin is dict or hint is dict or dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
             raise MessageInvalid(where, shown(value), "an object")
-        return _build(hint, value, f"{where}.")
+        return _build(hint, value, f"{where}.") if dataclasses.is_dataclass(hint) else value
+    if hint in _WORDS:
+        # A whole number is a number too. The comparison is exact, and false for NaN.
+        fits = type(value) is hint or (hint is float and type(value) is int)
+        if not fits or (hint is float and not abs(value) <= sys.float_info.max):
+            raise MessageInvalid(where, shown(value), _WORDS[hint])
+        if hint is str and _SURROGATE.search(value):
+            raise MessageInvalid(where, "a text with half a character", "a text that UTF-8 can hold")
+        return hint(value)
+    return _of_text(hint, value, where)
+
+
+def _tuple(inner: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(value, list) or len(value) > MAX_ITEMS:
+        raise MessageInvalid(where, shown(value), f"a list of {MAX_ITEMS} entries at most")
+    if inner[-1] is not Ellipsis and len(value) != len(inner):
+        raise MessageInvalid(where, shown(value), f"a list of {len(inner)} entries")
+    if inner[0] is int and all(type(one) is int for one in value):
+        return tuple(value)
+    return tuple(_value(inner[0], one, f"{where}[{index}]") for index, one in enumerate(value))
+
+
+def _placement(value: Any, where: str) -> Placement:
+    if not isinstance(value, dict):
+        raise MessageInvalid(where, shown(value), "a placement, as an object")
+    try:
+        return Placement.from_json(value)
+    except (SplitctlError, TypeError, ValueError, OverflowError) as error:
+        raise MessageInvalid(where, shown(value), f"a placement ({error})") from error
+
+
+def _changes(value: Any, where: str) -> Changes:
+    if not isinstance(value, dict):
+        raise MessageInvalid(where, shown(value), "an object")
+    try:
+        return Changes.from_json(value)
+    except ConfigInvalid as error:
+        raise MessageInvalid(error.field, shown(error.value), error.wanted) from error
+
+
+def _of_text(hint: Any, value: Any, where: str) -> Any:
+    """Read what JSON writes as a text: bytes, a path, or one of an enum."""
     if not isinstance(value, str):
         raise MessageInvalid(where, shown(value), "a text")
-    if hint is bytes:
-        return _decoded(value, where)
-    if hint is Path:
-        if not value or "\0" in value or not _is_text(value):
-            raise MessageInvalid(where, shown(value), "the path of a file")
-        return Path(value)
+    if hint is Path and (not value or "\0" in value or _SURROGATE.search(value)):
+        raise MessageInvalid(where, shown(value), "the path of a file")
     try:
-        return hint(value)
+        return base64.b64decode(value, validate=True) if hint is bytes else hint(value)
     except ValueError as error:
-        raise MessageInvalid(where, shown(value), f"one of {', '.join(str(one.value) for one in hint)}") from error
-
-
-def _as_float(value: Any) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
-def _is_text(value: str) -> bool:
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _decoded(value: str, where: str) -> bytes:
-    try:
-        return base64.b64decode(value, validate=True)
-    except (ValueError, binascii.Error) as error:
-        raise MessageInvalid(where, shown(value), "bytes in base64") from error
+        wanted = "bytes in base64" if hint is bytes else f"one of {', '.join(str(one.value) for one in hint)}"
+        raise MessageInvalid(where, shown(value), wanted) from error

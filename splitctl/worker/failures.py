@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from llama_native import CallFailed, LibraryNotFound, LoadCancelled, NativeError, RpcServerUnusable, UnknownDevice
-from splitctl.errors import (
-    BadModelFile,
-    Busy,
-    Cancelled,
-    CarryNotWritten,
-    ConfigInvalid,
-    ContextFull,
-    Parked,
-    Refused,
-    SplitctlError,
-)
-from splitctl.ipc.jobs import Failure, Fault
+from splitctl.errors import Parked, Refused, SplitctlError
+from splitctl.ipc.jobs import Failure, Fault, fault_of
 from splitctl.last_words import is_shortage, telling_line
 from splitctl.model.chat import ChatTemplateFailed
-from splitctl.placement import PlacementInvalid
 from splitctl.probing.probe import ProbeCancelled
 
-_FAULTS: tuple[tuple[type[Exception], Fault], ...] = (
-    (Cancelled, Fault.CANCELLED),
-    (LoadCancelled, Fault.CANCELLED),
-    (ProbeCancelled, Fault.CANCELLED),
-    (Busy, Fault.BUSY),
-    (Parked, Fault.PARKED),
-    (Refused, Fault.REFUSED),
-    (UnknownDevice, Fault.CONFIG),
-    (RpcServerUnusable, Fault.CONFIG),
-    (ConfigInvalid, Fault.CONFIG),
-    (PlacementInvalid, Fault.CONFIG),
-    (ContextFull, Fault.CONFIG),
-    (ChatTemplateFailed, Fault.CONFIG),
-    (BadModelFile, Fault.MODEL),
-    (CallFailed, Fault.MODEL),
-    (CarryNotWritten, Fault.INTERNAL),
-    (NativeError, Fault.LIBRARY),
-    (SplitctlError, Fault.INTERNAL),
-)
+#: Errors that only a worker knows, first match first; `fault_of` knows the others.
+_FAULTS: Mapping[type[Exception], Fault] = {
+    LoadCancelled: Fault.CANCELLED,
+    ProbeCancelled: Fault.CANCELLED,
+    UnknownDevice: Fault.CONFIG,
+    RpcServerUnusable: Fault.CONFIG,
+    ChatTemplateFailed: Fault.CONFIG,
+    CallFailed: Fault.MODEL,
+    NativeError: Fault.LIBRARY,
+}
 
 #: Reasons of a refusal that lie in a flag and not in the model or the build.
 _FLAG_REASONS = frozenset({"unknown-device", "tensor-split-too-long", "too-many-devices", "main-gpu-out-of-range"})
@@ -72,11 +53,12 @@ def failure_of(error: BaseException, *, model: Path | None = None) -> Failure:
     if isinstance(error, Refused) and {reason.code for reason in error.reasons} & _FLAG_REASONS:
         flags = "; ".join(reason.text for reason in error.reasons if reason.code in _FLAG_REASONS)
         return Failure(Fault.CONFIG, type(error).__name__, flags)
-    for kind, fault in _FAULTS:
-        if isinstance(error, kind):
-            return Failure(fault, type(error).__name__, _message(error, model))
-    text = f"{type(error).__name__}: {error}; this is a fault of splitctl, please report it (-v shows where)"
-    return Failure(Fault.INTERNAL, type(error).__name__, text)
+    if isinstance(error, SplitctlError | NativeError | ProbeCancelled):
+        text = _message(error, model)
+    else:
+        text = f"{type(error).__name__}: {error}; this is a fault of splitctl, please report it (-v shows where)"
+    fault = next((fault for kind, fault in _FAULTS.items() if isinstance(error, kind)), fault_of(error))
+    return Failure(fault, type(error).__name__, text)
 
 
 def _message(error: Exception, model: Path | None) -> str:

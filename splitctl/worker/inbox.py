@@ -10,7 +10,7 @@ import queue
 import threading
 from dataclasses import dataclass
 
-from splitctl.ipc import orders, wire
+from splitctl.ipc import jobs, orders, wire
 from splitctl.ipc.orders import Check, Order, Switch
 from splitctl.ipc.wire import MessageInvalid
 from splitctl.switching.checking import Checked
@@ -91,7 +91,7 @@ class Inbox:
     def put_line(self, line: bytes) -> None:
         """Take a line; one that is no order is told to whoever takes it."""
         try:
-            order: Order = wire.from_line(line, orders.ORDERS, max_bytes=orders.MAX_LINE_BYTES)
+            order: Order = wire.from_line(line, orders.ORDERS, max_bytes=jobs.MAX_LINE_BYTES)
         except MessageInvalid as error:
             self._orders.put(error)
             return

@@ -1,4 +1,4 @@
-"""The child that holds the library: `python -m splitctl.worker.main FD`, started by `launch.Worker` alone.
+"""The child that holds the library: `python -m splitctl.worker.main FD`, started by `ipc.process.WorkerProcess` alone.
 
 Laws:
     1. End of file on stdin means that the parent is gone: the process ends at once, whatever the library is doing.
@@ -25,15 +25,15 @@ from splitctl.ipc.jobs import (
     Failure,
     Fault,
     HostRequest,
-    JobEvent,
     JobRequest,
     ProbeRequest,
-    ProtocolBroken,
     ReserveRequest,
     Result,
     RunRequest,
     VerifyRequest,
 )
+from splitctl.ipc.orders import EVENTS, WorkerEvent
+from splitctl.ipc.wire import MessageInvalid, from_line, to_line
 from splitctl.last_words import LOG_PREFIX
 from splitctl.probing import try_placement
 from splitctl.probing.verify import Task, measure
@@ -70,13 +70,13 @@ class Emitter:
         self._fd = fd
         self._lock = threading.Lock()
 
-    def __call__(self, event: JobEvent) -> None:
+    def __call__(self, event: WorkerEvent) -> None:
         """Write one event; a parent that is gone ends the process.
 
         Args:
             event: any event.
         """
-        view = memoryview(jobs.encode_event(event))
+        view = memoryview(to_line(event, EVENTS))
         with self._lock:
             try:
                 while view:
@@ -132,7 +132,9 @@ def _forward_log(library: Library) -> None:
     library.log.listen(show)
 
 
-def _answer(request: JobRequest, env: Mapping[str, str], emit: Emitter, cancel: CancelGate, inbox: Inbox) -> JobEvent:
+def _answer(
+    request: JobRequest, env: Mapping[str, str], emit: Emitter, cancel: CancelGate, inbox: Inbox
+) -> WorkerEvent:
     """Do a request.
 
     Args:
@@ -229,8 +231,9 @@ def main(arguments: list[str]) -> None:
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(requests, cancel, inbox), name="parent", daemon=True).start()
     try:
-        last = _answer(jobs.decode_request(requests.get()), env, emit, cancel, inbox)
-    except ProtocolBroken as error:
+        request = from_line(requests.get(), jobs.REQUESTS, max_bytes=jobs.MAX_LINE_BYTES)
+        last = _answer(request, env, emit, cancel, inbox)
+    except MessageInvalid as error:
         last = Failure(Fault.INTERNAL, type(error).__name__, str(error))
     emit(last)
     sys.stdout.flush()

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from splitctl.carry.seal import Seal
 from splitctl.carry.sequence import SamplerSpec
 from splitctl.ipc import orders
-from splitctl.ipc.jobs import Failure, HostRequest, JobEvent, Progress, Result, SessionReport
+from splitctl.ipc.jobs import Failure, HostRequest, JobEvent, Progress, Result
 from splitctl.ipc.process import WorkerProcess
-from splitctl.ipc.wire import from_object, to_line
+from splitctl.ipc.wire import to_line
 from splitctl.placement import FlashAttn, Placement, SplitMode
 
 GUARD_S = 120.0
@@ -57,10 +57,9 @@ class Desk:
     def next(self) -> Any:
         """Wait for the next report; None at the last event."""
         for event in self._events:
-            if isinstance(event, SessionReport):
-                report = from_object(event.body, orders.REPORTS)
-                self.reports.append(report)
-                return report
+            if isinstance(event, orders.Report):
+                self.reports.append(event)
+                return event
             if isinstance(event, Progress):
                 self.stages.append(event.stage)
             if isinstance(event, Result | Failure):

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from splitctl.ipc import jobs, orders
-from splitctl.ipc.wire import to_object
+from splitctl.ipc import orders
+from splitctl.ipc.wire import to_line
 from tests.native.real import NEWEST, library_of
 from tests.stublib import FaultFile, needs_compiler
 from tests.tool import run_tool
@@ -65,7 +65,7 @@ def test_the_short_tables_miss_nothing() -> None:
 
 
 def _say(report: orders.Report, env: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
-    line = jobs.encode_event(jobs.SessionReport(to_object(report, orders.REPORTS)))
+    line = to_line(report, orders.REPORTS)
     program = f"import os; os.write(1, {line!r}); os.write(1, b'and goes on')"
     done = subprocess.run([sys.executable, "-P", "-c", program], env=os.environ | env, capture_output=True, check=False)
     assert done.stdout.startswith(line)

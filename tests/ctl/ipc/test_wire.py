@@ -15,6 +15,7 @@ from splitctl.carry.sequence import SamplerSpec
 from splitctl.ipc import orders
 from splitctl.ipc.jobs import Fault
 from splitctl.ipc.wire import MessageInvalid, from_line, from_object, to_line, to_object
+from splitctl.outcome import Proof, SwitchOptions
 from splitctl.placement import FlashAttn, Placement, SplitMode
 
 PLACEMENT = Placement(mode=SplitMode.TENSOR, devices=("CPU", "CPU"), tensor_split=(3.0, 1.0), flash_attn=FlashAttn.ON)
@@ -22,13 +23,13 @@ SEAL = orders.Seal(1, 100, "ab" * 16, 128, 50, "cd" * 16, PLACEMENT)
 BOOK = orders.SequenceSnapshot(2, (1, 2, 3), is_pending=True, sampler=SamplerSpec(seed=7, stop=("\n", "é")), n_draws=3)
 
 ORDERS = (
-    orders.Open(PLACEMENT, (orders.AdapterFile(Path("/a.gguf"), 0.5),), force=True, seal=SEAL, books=(BOOK,)),
+    orders.Open(PLACEMENT, (orders.AdapterFile(Path("/a.gguf"), 0.5),), force=True, seal=SEAL, sequences=(BOOK,)),
     orders.Open(PLACEMENT),
     orders.Tokenize(1, text="a\nb"),
     orders.Tokenize(1, messages=({"role": "user", "content": "é"},)),
     orders.Start(3, 0, tuple(range(1000)), SamplerSpec(), 5, n_draws=2, is_pending=True, n_delivered=3),
     orders.Halt(3),
-    orders.Switch(4, PLACEMENT, "off", convert=False, force=True),
+    orders.Switch(4, PLACEMENT, SwitchOptions(Proof.OFF, convert=False, force=True)),
     orders.Check(5, PLACEMENT),
     orders.Save(6, Path("/x/y")),
     orders.Restore(7, Path("/x/y")),

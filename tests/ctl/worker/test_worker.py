@@ -18,33 +18,31 @@ from hypothesis import strategies as st
 from splitctl.carry.sequence import SamplerSpec
 from splitctl.errors import Cancelled, DeadlineExceeded, WorkerLost
 from splitctl.ipc.jobs import (
+    REQUESTS,
     DevicesRequest,
     DoctorRequest,
     Failure,
     Fault,
     HostRequest,
-    JobEvent,
     JobRequest,
     Partial,
     Piece,
     ProbeRequest,
     Progress,
-    ProtocolBroken,
     Result,
     RunRequest,
-    SessionReport,
     VerifyRequest,
-    decode_event,
-    decode_request,
-    encode_event,
-    encode_request,
 )
+from splitctl.ipc.orders import EVENTS, Alive, WorkerEvent
 from splitctl.ipc.process import WorkerProcess
 from splitctl.ipc.stop_texts import StopTexts
+from splitctl.ipc.wire import MessageInvalid, from_line, to_line
 from splitctl.last_words import how_it_ended, is_shortage, telling_line
+from splitctl.outcome import Proof, SwitchOptions
 from splitctl.placement import FlashAttn, Placement, SplitMode
 from tests.stublib import build, needs_compiler, write_model
 
+_LINE = 1 << 20
 _GUARD_S = 60.0
 """How long a process may take to end before a test fails; no test measures it."""
 
@@ -65,17 +63,16 @@ _REQUESTS: list[JobRequest] = [
         placement=_PLACEMENT,
         prompt_mode=SplitMode.LAYER,
         sampler=SamplerSpec(temp=0.0, seed=7, stop=("\n\n", "é")),
-        proof="positions",
-        force=False,
+        options=SwitchOptions(Proof.POSITIONS),
     ),
 ]
 
-_EVENTS: list[JobEvent] = [
+_EVENTS: list[WorkerEvent] = [
     Progress("loading", 0.5, "a note"),
     Progress("generating"),
     Piece(b"\xf0\x9f\x00\n"),
     Partial({"a": [1, None]}),
-    SessionReport({"kind": "alive"}),
+    Alive(),
     Result({"text": "x\ny"}),
     Failure(Fault.MODEL, "BadModelFile", "what; do this", {"text": "part"}),
 ]
@@ -84,61 +81,61 @@ _EVENTS: list[JobEvent] = [
 @pytest.mark.parametrize("request_", _REQUESTS, ids=lambda one: type(one).__name__)
 def test_a_request_crosses_the_pipe(request_: JobRequest) -> None:
     """A request is one line, and reads back as it was."""
-    line = encode_request(request_)
+    line = to_line(request_, REQUESTS)
     assert line.count(b"\n") == 1
-    assert decode_request(line) == request_
+    assert from_line(line, REQUESTS, max_bytes=_LINE) == request_
 
 
 @pytest.mark.parametrize("event", _EVENTS, ids=lambda one: type(one).__name__)
-def test_an_event_crosses_the_pipe(event: JobEvent) -> None:
+def test_an_event_crosses_the_pipe(event: WorkerEvent) -> None:
     """An event is one line, and reads back as it was."""
-    line = encode_event(event)
+    line = to_line(event, EVENTS)
     assert line.count(b"\n") == 1
-    assert decode_event(line) == event
+    assert from_line(line, EVENTS, max_bytes=_LINE) == event
 
 
 @given(
-    st.one_of(st.binary(max_size=200), st.sampled_from([encode_event(one) for one in _EVENTS]).map(lambda b: b[:-9]))
+    st.one_of(st.binary(max_size=200), st.sampled_from([to_line(one, EVENTS) for one in _EVENTS]).map(lambda b: b[:-9]))
 )
 def test_any_other_line_is_one_known_error(line: bytes) -> None:
-    """Whatever comes out of the pipe is a message or raises ProtocolBroken."""
-    for decode in (decode_event, decode_request):
-        with pytest.raises(ProtocolBroken):
-            decode(line)
+    """Whatever comes out of the pipe is a message or raises MessageInvalid."""
+    for kinds in (EVENTS, REQUESTS):
+        with pytest.raises(MessageInvalid):
+            from_line(line, kinds, max_bytes=_LINE)
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        b'{"event":"piece","data":"%%%"}',
-        b'{"event":"failure","fault":"nobody","kind":"k","message":"m"}',
-        b'{"event":"progress","stage":"s","more":1}',
-        b'{"event":"result"}',
-        b'{"event":"bang"}',
+        b'{"kind":"piece","data":"%%%"}',
+        b'{"kind":"failure","fault":"nobody","name":"k","message":"m"}',
+        b'{"kind":"progress","stage":"s","more":1}',
+        b'{"kind":"result"}',
+        b'{"kind":"bang"}',
         b"[1]",
         b"[" * 100_000,
     ],
 )
 def test_an_event_that_is_almost_right_is_refused(line: bytes) -> None:
-    """Wrong fields, wrong values and wrong shapes raise ProtocolBroken."""
-    with pytest.raises(ProtocolBroken):
-        decode_event(line)
+    """Wrong fields, wrong values and wrong shapes raise MessageInvalid."""
+    with pytest.raises(MessageInvalid):
+        from_line(line, EVENTS, max_bytes=_LINE)
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        b'{"job":"run","model":"m"}',
-        b'{"job":"probe","model":"m","library":null,"placement":{"mode":"sideways"}}',
-        b'{"job":"probe","model":3,"library":null,"placement":{}}',
-        b'{"job":"devices","library":null,"more":1}',
-        b'{"job":"bang"}',
+        b'{"kind":"run","model":"m"}',
+        b'{"kind":"probe","model":"m","library":null,"placement":{"mode":"sideways"}}',
+        b'{"kind":"probe","model":3,"library":null,"placement":{}}',
+        b'{"kind":"devices","library":null,"more":1}',
+        b'{"kind":"bang"}',
     ],
 )
 def test_a_request_that_is_almost_right_is_refused(line: bytes) -> None:
-    """Missing, unknown and impossible fields raise ProtocolBroken."""
-    with pytest.raises(ProtocolBroken):
-        decode_request(line)
+    """Missing, unknown and impossible fields raise MessageInvalid."""
+    with pytest.raises(MessageInvalid):
+        from_line(line, REQUESTS, max_bytes=_LINE)
 
 
 @pytest.mark.parametrize(
@@ -226,8 +223,7 @@ def _run(model: Path, library: Path, *, n: int = 8, mode: SplitMode | None = Non
         placement=Placement(mode=SplitMode.TENSOR, devices=("CPU", "CPU"), n_ctx=256),
         prompt_mode=mode,
         sampler=SamplerSpec(temp=0.0),
-        proof="bytes",
-        force=True,
+        options=SwitchOptions(force=True),
     )
 
 
@@ -293,7 +289,7 @@ def test_a_cancel_ends_at_a_token(stub: Path, tiny: Path) -> None:
     """A cancel while generating ends in a failure that keeps what exists of the answer."""
     with WorkerProcess(_run(tiny, stub, n=-1), env=_env()) as worker:
         pieces: list[bytes] = []
-        last: JobEvent | None = None
+        last: WorkerEvent | None = None
         for event in worker.events():
             last = event
             if isinstance(event, Piece):
@@ -315,7 +311,7 @@ def test_a_parked_run_fails_with_its_outcome(stub: Path, tiny: Path, tmp_path: P
         events = list(worker.events())
     last = events[-1]
     assert isinstance(last, Failure)
-    assert (last.fault, last.kind) == (Fault.PARKED, "Parked")
+    assert (last.fault, last.name) == (Fault.PARKED, "Parked")
     assert last.body["switch"]["status"] == "parked"
     assert last.body["switch"]["parked_at"] in last.message
     assert last.body["timings"]["prompt"]["n"] > 0
@@ -365,9 +361,9 @@ def test_leaving_early_leaves_nothing_running(stub: Path, tiny: Path) -> None:
 _PARENT = """
 import os, sys
 from pathlib import Path
-from splitctl.host import Worker
+from splitctl.ipc.process import WorkerProcess
 from tests.ctl.worker.test_worker import _run, _env
-with Worker(_run(Path(sys.argv[1]), Path(sys.argv[2])), env=_env(STUB_FAULTS="load:hang")) as worker:
+with WorkerProcess(_run(Path(sys.argv[1]), Path(sys.argv[2])), env=_env(STUB_FAULTS="load:hang")) as worker:
     for event in worker.events():
         print(worker.pid, flush=True)
 """
