@@ -31,7 +31,7 @@ class HostConfig:
         placement: where and how to begin.
         adapters: LoRA files.
         rpc: RPC servers, HOST:PORT each.
-        force: open also what only a try in a child process speaks against.
+        force: open even if a trial in a child process failed.
         name: the session's name.
         deadline_s: longest silence of a worker that has work, seconds; None: any.
         checkpoint_s: how often the session is saved while it changes, seconds; None: never.

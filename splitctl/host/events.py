@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +102,7 @@ class SessionSaved:
 
 HostEvent = SwitchStage | SwitchEnded | TrialEnded | WorkerGone | SessionRecovered | SessionParked | SessionSaved
 
-#: Events that lie waiting for one watcher; of a slower one the oldest are dropped.
+#: Events that wait for one watcher; of a slower one the oldest are dropped.
 _MOST_WAITING = 1024
 
 
@@ -115,45 +114,32 @@ class Hub:
 
     def __init__(self) -> None:
         """Begin without anybody."""
-        self._watchers: set[_Watcher] = set()
+        self._watchers: set[asyncio.Queue[HostEvent | None]] = set()
         self._is_closed = False
 
-    def publish(self, event: HostEvent) -> None:
-        """Pass an event on."""
-        for watcher in self._watchers:
-            watcher.waiting.append(event)
-            watcher.bell.set()
+    def publish(self, event: HostEvent | None) -> None:
+        """Pass an event on; None ends what every watcher gets."""
+        for waiting in self._watchers:
+            if waiting.full():
+                waiting.get_nowait()
+            waiting.put_nowait(event)
 
     def subscribe(self) -> AsyncIterator[HostEvent]:
         """Begin to watch, from this moment on; the iterator ends with the session."""
-        watcher = _Watcher()
-        if not self._is_closed:
-            self._watchers.add(watcher)
-        return self._events(watcher)
+        waiting: asyncio.Queue[HostEvent | None] = asyncio.Queue(_MOST_WAITING)
+        if self._is_closed:
+            waiting.put_nowait(None)
+        self._watchers.add(waiting)
+        return self._events(waiting)
 
     def close(self) -> None:
         """Let all watchers come to their end."""
         self._is_closed = True
-        for watcher in self._watchers:
-            watcher.bell.set()
+        self.publish(None)
 
-    async def _events(self, watcher: _Watcher) -> AsyncIterator[HostEvent]:
+    async def _events(self, waiting: asyncio.Queue[HostEvent | None]) -> AsyncIterator[HostEvent]:
         try:
-            while True:
-                while watcher.waiting:
-                    yield watcher.waiting.popleft()
-                if self._is_closed:
-                    return
-                watcher.bell.clear()
-                await watcher.bell.wait()
+            while (event := await waiting.get()) is not None:
+                yield event
         finally:
-            self._watchers.discard(watcher)
-
-
-class _Watcher:
-    """One who watches."""
-
-    def __init__(self) -> None:
-        """Wait for the first event."""
-        self.waiting: deque[HostEvent] = deque(maxlen=_MOST_WAITING)
-        self.bell = asyncio.Event()
+            self._watchers.discard(waiting)

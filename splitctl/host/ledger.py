@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from splitctl.carry.sequence import SamplerSpec, common
 from splitctl.errors import SplitctlError
@@ -29,11 +30,7 @@ class ReportWrong(SplitctlError):
     """A worker reported what cannot be: it has lost count, and cannot be believed any more."""
 
     def __init__(self, what: str) -> None:
-        """Build from the report.
-
-        Args:
-            what: what it reported, and why that cannot be.
-        """
+        """Take what it reported, and why that cannot be."""
         self.what = what
         super().__init__(what)
 
@@ -139,7 +136,7 @@ class SequenceRow:
 
 
 class Ledger:
-    """The sequences of one session, and the streams on them.
+    """The sequences of one session, and the streams on them; a report that cannot be raises ReportWrong.
 
     Attributes:
         rows: all sequences, by id.
@@ -154,7 +151,6 @@ class Ledger:
         self.rows = [SequenceRow(seq_id) for seq_id in range(n_seq_max)]
         self.jobs: dict[int, StreamJob] = {}
         self.version = 0
-        self._queue: deque[int] = deque()
         self._has_worker = True
         self._steps: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
         self._last_read = (0, 0.0)
@@ -164,7 +160,7 @@ class Ledger:
     @property
     def n_queued(self) -> int:
         """Streams that wait for a sequence."""
-        return len(self._queue)
+        return len(self._queued())
 
     @property
     def running(self) -> list[StreamJob]:
@@ -193,8 +189,11 @@ class Ledger:
         """Give what every sequence that holds something must hold in a new worker."""
         return tuple(row.snapshot() for row in self.rows if row.tokens or row.encoder_tokens)
 
-    def state_of(self, row: SequenceRow) -> str:
-        """Say what a sequence is doing: idle, reading, generating or ending."""
+    def status(self) -> list[dict[str, Any]]:
+        """Say what every sequence is doing: idle, reading, generating or ending; as JSON types."""
+        return [{"seq_id": row.seq_id, "n_tokens": len(row.tokens), "state": self._state(row)} for row in self.rows]
+
+    def _state(self, row: SequenceRow) -> str:
         job = None if row.stream is None else self.jobs[row.stream]
         return "idle" if job is None else "ending" if job.is_over else "generating" if job.drawn else "reading"
 
@@ -203,30 +202,22 @@ class Ledger:
     def add(self, job: StreamJob) -> None:
         """Take a stream that waits for a sequence."""
         self.jobs[job.number] = job
-        self._queue.append(job.number)
 
     def startable(self) -> tuple[Start, ...]:
-        """Put streams that wait on idle sequences, in their order.
-
-        Returns:
-            The orders for it.
-        """
+        """Put streams that wait on idle sequences, in their order; gives the orders for it."""
         starts = []
-        while self._queue:
-            job = self.jobs[self._queue[0]]
+        for job in self._queued():
             row = choose_row(self.rows, job.prompt)
             if row is None:
                 break
-            self._queue.popleft()
             starts.append(self._put(job, row))
         return tuple(starts)
 
-    def finish(self, number: int) -> bool:
-        """Note that a stream's client has its last event.
+    def _queued(self) -> list[StreamJob]:
+        return [job for job in self.jobs.values() if job.seq_id is None]
 
-        Returns:
-            Whether a worker is still at it, so that it has to be halted or to say that it has ended.
-        """
+    def finish(self, number: int) -> bool:
+        """Note that a stream's client has its last event; says whether a worker is still at it and has to halt."""
         job = self.jobs.get(number)
         if job is None or job.is_over:
             return False
@@ -234,9 +225,7 @@ class Ledger:
             job.is_over = True
             return True
         del self.jobs[number]
-        if job.seq_id is None:
-            self._queue.remove(number)
-        else:
+        if job.seq_id is not None:
             self.rows[job.seq_id].stream = None
         return False
 
@@ -254,14 +243,7 @@ class Ledger:
     # ---- what a worker reports ----
 
     def reading(self, report: Reading) -> StreamJob | None:
-        """Book how far a prompt has been read.
-
-        Returns:
-            The job; None where its client is gone.
-
-        Raises:
-            ReportWrong: it cannot be.
-        """
+        """Book how far a prompt has been read; gives the job, or None where its client is gone."""
         job, row = self._on_row(report.stream, "a prompt")
         n_whole = len(job.prompt) + len(job.drawn)
         if not 0 <= report.n_reused <= report.n_done <= n_whole:
@@ -279,14 +261,7 @@ class Ledger:
         return None if job.is_over else job
 
     def step(self, report: Step) -> list[tuple[StreamJob, Drawn]]:
-        """Book the tokens of a decode.
-
-        Returns:
-            Those whose clients wait for them.
-
-        Raises:
-            ReportWrong: it cannot be.
-        """
+        """Book the tokens of a decode; gives those whose clients wait for them."""
         delivered = []
         for drawn in report.tokens:
             job, row = self._on_row(drawn.stream, "a token")
@@ -311,14 +286,7 @@ class Ledger:
         return delivered
 
     def ended(self, report: Ended) -> StreamJob | None:
-        """Free the sequence of a stream that is over.
-
-        Returns:
-            The job; None where its client has its last event already.
-
-        Raises:
-            ReportWrong: it cannot be.
-        """
+        """Free the sequence of a stream that is over; gives the job, or None where its client has its end already."""
         job, row = self._on_row(report.stream, "an end")
         self._touch(row)
         row.stream = None
@@ -326,11 +294,7 @@ class Ledger:
         return None if job.is_over else job
 
     def forgot(self, seq_id: int) -> None:
-        """Empty a sequence that had to make room; one that was given to a stream meanwhile is filled by it anyway.
-
-        Raises:
-            ReportWrong: there is no such sequence.
-        """
+        """Empty a sequence that had to make room; one that was given to a stream meanwhile is filled by it anyway."""
         if not 0 <= seq_id < len(self.rows):
             raise ReportWrong(f"sequence {seq_id} was emptied, which is not there")
         if self.rows[seq_id].stream is None:
@@ -354,11 +318,7 @@ class Ledger:
                 job.n_losses += 1
 
     def resume(self) -> tuple[list[Start], list[StreamJob]]:
-        """Let a new worker go on with what was running.
-
-        Returns:
-            The orders for it, and the jobs that turn out to be complete: only their end was not reported.
-        """
+        """Let a new worker go on: gives its orders, and the jobs that lack nothing but the report of their end."""
         self._has_worker = True
         complete = [job for job in self.running if job.is_complete]
         for job in complete:
@@ -368,14 +328,10 @@ class Ledger:
         return [self._put(job, self.rows[job.seq_id]) for job in self.running if job.seq_id is not None], complete
 
     def replace(self, snapshots: Sequence[SequenceSnapshot]) -> None:
-        """Hold what a restored file holds.
-
-        Raises:
-            ReportWrong: a sequence that there is not, or a stream is on one.
-        """
+        """Hold what a restored file holds, now that no stream is on a sequence."""
         if self.is_working:
             raise ReportWrong("all sequences were replaced while streams were on them")
-        self.resize(len(self.rows), empty=True)
+        self.rows = [SequenceRow(row.seq_id) for row in self.rows]
         for one in snapshots:
             if not 0 <= one.seq_id < len(self.rows):
                 raise ReportWrong(f"sequence {one.seq_id} of {len(self.rows)}")
@@ -385,19 +341,11 @@ class Ledger:
             self._touch(row)
         self.version += 1
 
-    def resize(self, n_seq_max: int, *, empty: bool = False) -> list[StreamJob]:
-        """Have so many sequences from now on.
-
-        Args:
-            n_seq_max: how many.
-            empty: forget what they hold.
-
-        Returns:
-            Jobs that were on a sequence that is gone.
-        """
-        kept = [] if empty else self.rows[:n_seq_max]
-        gone = [] if empty else [row.stream for row in self.rows[n_seq_max:] if row.stream is not None]
-        self.rows = [*kept, *(SequenceRow(seq_id) for seq_id in range(len(kept), n_seq_max))]
+    def resize(self, n_seq_max: int) -> list[StreamJob]:
+        """Have so many sequences from now on; gives the jobs that were on a sequence that is gone."""
+        gone = [row.stream for row in self.rows[n_seq_max:] if row.stream is not None]
+        del self.rows[n_seq_max:]
+        self.rows += [SequenceRow(seq_id) for seq_id in range(len(self.rows), n_seq_max)]
         return [self.jobs.pop(number) for number in gone]
 
     def _on_row(self, number: int, what: str) -> tuple[StreamJob, SequenceRow]:
@@ -413,15 +361,10 @@ class Ledger:
 
 
 def choose_row(rows: Sequence[SequenceRow], prompt: Sequence[int]) -> SequenceRow | None:
-    """Choose the idle sequence for a prompt.
+    """Choose the idle sequence for a whole prompt; None where none is idle.
 
-    Args:
-        rows: all sequences.
-        prompt: the whole prompt.
-
-    Returns:
-        The one that holds the most of the prompt's beginning, where that is worth it; else the one that was unused for
-        longest, empty ones first. None where none is idle.
+    It is the one that holds the most of the prompt's beginning, where that is worth it; else the one that was unused
+    for longest, empty ones first.
     """
     idle = [row for row in rows if row.stream is None]
     if not idle:

@@ -72,7 +72,7 @@ class WorkerLink:
             on_report: called in the loop's thread with everything that the worker reports.
             on_end: called there once, at the end.
             env: its environment.
-            deadline_s: longest silence that is borne while it has work, seconds; None: any.
+            deadline_s: longest silence while it has work, seconds; None: any.
             pass_fds: descriptors of the arenas.
 
         Raises:
@@ -119,11 +119,7 @@ class WorkerLink:
         return await asyncio.shield(self._ended)
 
     async def close(self, grace_s: float) -> None:
-        """Order it to close, wait, and kill it where it does not.
-
-        Args:
-            grace_s: how long to wait, seconds.
-        """
+        """Order it to close, wait, and kill it where that takes longer than so many seconds."""
         self.send(Close())
         try:
             async with asyncio.timeout(grace_s):

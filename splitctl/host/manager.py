@@ -44,11 +44,7 @@ class Session(Protocol):
         """The carries that arenas hold."""
 
     def take(self, report: Report) -> None:
-        """Take a worker's report.
-
-        Raises:
-            ReportWrong: it cannot be.
-        """
+        """Take a worker's report; raises ReportWrong where it cannot be."""
 
     def lost(self, pid: int, end: End) -> None:
         """Note that a worker is gone which had opened the session, or whose opening nobody waits for."""
@@ -81,14 +77,7 @@ class WorkerManager:
     def __init__(
         self, config: HostConfig, session: Session, *, env: Mapping[str, str], log: Callable[[str], None]
     ) -> None:
-        """Nothing is started yet.
-
-        Args:
-            config: what to serve.
-            session: takes what workers report.
-            env: the environment of the workers; read anew for each.
-            log: takes lines for a person.
-        """
+        """Nothing is started yet; workers get `env` as it is when they start, and `log` takes lines for a person."""
         self._config = config
         self._session = session
         self._env = env
@@ -115,10 +104,7 @@ class WorkerManager:
         return self._arenas[seal.arena] if seal.arena < len(self._arenas) else None
 
     async def open(self, order: Open) -> Opened | End:
-        """Start a worker and let it open the session.
-
-        Returns:
-            What it opened; or how it ended.
+        """Start a worker and let it open the session; gives what it opened, or how it ended.
 
         Raises:
             OSError: the system has no memory files.
@@ -147,10 +133,6 @@ class WorkerManager:
 
     async def recover(self, loss: Loss, reason: str) -> Recovered | End:
         """Let a new worker open the session, by one attempt after the other.
-
-        Args:
-            loss: what is known of the loss.
-            reason: how the worker ended.
 
         Returns:
             The worker that serves now; or how the last one ended, and nothing is left to try.

@@ -60,12 +60,7 @@ class SessionFiles:
     """
 
     def __init__(self, config: HostConfig, log: Callable[[str], None]) -> None:
-        """Look at nothing yet.
-
-        Args:
-            config: names the files.
-            log: takes lines for a person.
-        """
+        """Look at nothing yet; `log` takes lines for a person."""
         self._config = config
         self._log = log
         self._owner: Owner | None = None
@@ -80,10 +75,7 @@ class SessionFiles:
             self._log(f"a saved session is there: splitctl restore {newest}{other} goes on with it")
 
     async def know_owner(self, model: Mapping[str, Any]) -> Owner:
-        """Read whose a carry is; remembered, because files may be gone when it is needed.
-
-        Args:
-            model: what a worker says of the model.
+        """Read whose a carry is, of a model as a worker says; remembered, because files may be gone when it is needed.
 
         Raises:
             BadModelFile, OSError: one of the files cannot be read.
@@ -103,11 +95,7 @@ class SessionFiles:
         placement: Placement,
         sealed: Sequence[tuple[int, Seal]],
     ) -> Path | None:
-        """Write the session; the arguments are those of `park`.
-
-        Returns:
-            The path; None where it could not be written, which is logged.
-        """
+        """Park the session; gives the path, or None where it could not be written, which is logged."""
         try:
             owner = await self.know_owner(model)
             await asyncio.to_thread(park, path, sequences, placement=placement, owner=owner, sealed=sealed)
@@ -137,9 +125,6 @@ def owner_of(model: Path, adapters: Sequence[AdapterFile], *, n_vocab: int, buil
         adapters: LoRA files.
         n_vocab: tokens in the vocabulary, as the library says.
         build: the library's build.
-
-    Returns:
-        The owner.
 
     Raises:
         BadModelFile: the model's file is not what it was.

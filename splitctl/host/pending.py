@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +11,6 @@ from splitctl.errors import SplitctlError
 from splitctl.host.ledger import ReportWrong
 from splitctl.ipc.jobs import Fault
 from splitctl.ipc.orders import Check, Failed, Order, Restore, Save, Switch, Tokenize
-
-Numbered = Tokenize | Switch | Check | Save | Restore
 
 
 class OrderFailed(SplitctlError):
@@ -49,7 +46,7 @@ class OnLoss(enum.Enum):
 
 @dataclass(slots=True)
 class _Waiting:
-    order: Numbered
+    order: Tokenize | Switch | Check | Save | Restore
     answer: asyncio.Future[Any]
     on_loss: OnLoss
     is_sent: bool = False
@@ -66,21 +63,16 @@ class PendingOrders:
         self._waiting: dict[int, _Waiting] = {}
         self._n_given = 0
 
-    @property
-    def is_expecting(self) -> bool:
-        """Whether a worker owes an answer."""
-        return any(one.is_sent for one in self._waiting.values())
-
-    def is_expecting_one_of(self, *kinds: type) -> bool:
-        """Whether a worker owes an answer to an order of one of these kinds."""
-        return any(one.is_sent and isinstance(one.order, kinds) for one in self._waiting.values())
+    def is_expecting(self, *kinds: type) -> bool:
+        """Whether a worker owes an answer, to an order of one of these kinds where any are given."""
+        return any(one.is_sent and isinstance(one.order, kinds or object) for one in self._waiting.values())
 
     def number(self) -> int:
         """Give the next number of an order."""
         self._n_given += 1
         return self._n_given
 
-    def put(self, order: Numbered, on_loss: OnLoss) -> asyncio.Future[Any]:
+    def put(self, order: Tokenize | Switch | Check | Save | Restore, on_loss: OnLoss) -> asyncio.Future[Any]:
         """Take an order that is to be sent.
 
         Returns:
@@ -92,12 +84,12 @@ class PendingOrders:
         self._waiting[order.order] = _Waiting(order, answer, on_loss)
         return answer
 
-    def unsent(self) -> Sequence[Order]:
+    def unsent(self) -> list[Order]:
         """Give the orders that no worker has, in their order; they count as sent from now on."""
-        orders = [one.order for one in self._waiting.values() if not one.is_sent]
-        for one in self._waiting.values():
+        unsent = [one for one in self._waiting.values() if not one.is_sent]
+        for one in unsent:
             one.is_sent = True
-        return orders
+        return [one.order for one in unsent]
 
     def answer(self, number: int, report: object) -> None:
         """Pass an answer on.
@@ -116,7 +108,7 @@ class PendingOrders:
             waiting.answer.set_result(report)
 
     def lost(self, reason: str) -> None:
-        """Note that the worker is gone."""
+        """Note how the worker ended."""
         for number, one in list(self._waiting.items()):
             if one.is_sent and one.on_loss is OnLoss.FAIL:
                 what = type(one.order).__name__.lower()
@@ -125,13 +117,8 @@ class PendingOrders:
             elif one.on_loss is OnLoss.REPEAT:
                 one.is_sent = False
 
-    def fail(self, error: SplitctlError, kinds: tuple[type, ...] = ()) -> None:
-        """Give up on orders that wait.
-
-        Args:
-            error: why.
-            kinds: those alone; none: all of them but those that are held.
-        """
+    def fail(self, error: SplitctlError, *kinds: type) -> None:
+        """Give up on orders of these kinds; without any on all orders but those that are held."""
         for number, one in list(self._waiting.items()):
             if isinstance(one.order, kinds) if kinds else one.on_loss is not OnLoss.HOLD:
                 self._fail(number, error)

@@ -1,5 +1,7 @@
 """What is tried after a worker was lost, and in which order. Pure.
 
+A process that dies takes the switch within it along: where the session goes on then is said here, and nowhere else.
+
 Laws:
     1. The placement that the session is at home in comes first: where it served before the switch that is under way or
        on trial, once that has sealed; else where it serves.
@@ -62,14 +64,7 @@ class Loss:
 
 
 def attempts(loss: Loss) -> tuple[Attempt, ...]:
-    """Give what is to be tried, best first.
-
-    Args:
-        loss: what is known.
-
-    Returns:
-        The attempts; after the last one the session is parked.
-    """
+    """Give what is to be tried, best first; after the last attempt the session is parked."""
     found = [Attempt(loss.home)]
     if loss.seal is not None:
         found.insert(0, Attempt(loss.home, loss.seal))
@@ -89,23 +84,14 @@ class Recovery:
         self._n_forgiven = 0
 
     def lost(self, loss: Loss) -> None:
-        """Note that a serving worker is gone.
-
-        Args:
-            loss: what is known.
-        """
+        """Note that a serving worker is gone."""
         if loss.had_progress:
             self._n_forgiven = 0
         if loss.had_progress or loss.target is not None or self._is_forgiven(loss.was_idle or loss.was_killed):
             self._left = list(attempts(loss))
 
     def failed(self, attempt: Attempt, *, was_killed: bool) -> None:
-        """Note that a worker is gone which was to serve by an attempt.
-
-        Args:
-            attempt: the attempt.
-            was_killed: somebody else ended it.
-        """
+        """Note that a worker is gone which was to serve by an attempt, and whether somebody else ended it."""
         if self._is_forgiven(was_killed):
             self._left.insert(0, attempt)
 
@@ -114,14 +100,7 @@ class Recovery:
         return is_no_fault and self._n_forgiven <= _FORGIVEN
 
     def next(self, seals: Collection[Seal]) -> Attempt | None:
-        """Give what is to be tried now.
-
-        Args:
-            seals: the carries that arenas still hold.
-
-        Returns:
-            The attempt; None: nothing is left, the session is to be parked.
-        """
+        """Give what is to be tried now, of what the carries that arenas still hold allow; None: nothing is left."""
         while self._left:
             attempt = self._left.pop(0)
             if attempt.seal is None or attempt.seal in seals:

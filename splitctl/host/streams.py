@@ -132,13 +132,9 @@ class Text:
         return self._stop.hit
 
     def feed(self, piece: bytes) -> str:
-        """Take the bytes of a token.
+        """Take the bytes of a token, which may be part of a character; gives the text that is certain now.
 
-        Args:
-            piece: may be part of a character.
-
-        Returns:
-            What is certain now; bytes that can be no character are U+FFFD.
+        Bytes that can be no character are U+FFFD.
         """
         return self._decoder.decode(self._stop.feed(piece), final=self._stop.hit)
 
@@ -154,13 +150,7 @@ class Stream:
     """
 
     def __init__(self, number: int, stop: Sequence[str], on_cancel: Callable[[int], None]) -> None:
-        """Begin one.
-
-        Args:
-            number: its number.
-            stop: texts that end it.
-            on_cancel: called with its number when the client cancels.
-        """
+        """Begin one that `stop` texts end; `on_cancel` is called with its number when the client cancels."""
         self.number = number
         self._text = Text(stop)
         self._on_cancel = on_cancel
@@ -197,11 +187,7 @@ class Stream:
             self._events.put_nowait(Begun(n_prompt, n_reused))
 
     def deliver(self, token: int, piece: bytes) -> bool:
-        """Pass a token on.
-
-        Returns:
-            Whether a stop text has ended the answer.
-        """
+        """Pass a token on; says whether a stop text has ended the answer."""
         self.resume()
         self._events.put_nowait(Delta(self._text.feed(piece), token, self._n_delivered))
         self._n_delivered += 1
@@ -255,7 +241,7 @@ class StreamTable:
         Args:
             pending: takes orders that have an answer.
             send: gives an order to the worker.
-            flush: gives the worker the pending orders and the streams that wait for a sequence, if one serves.
+            flush: gives the worker what waits for it, if one serves.
         """
         self.ledger = Ledger(0)
         self.had_progress = True
@@ -279,11 +265,7 @@ class StreamTable:
     # ---- clients ----
 
     def open(self, request: GenerateRequest) -> Stream:
-        """Take a stream.
-
-        Raises:
-            Busy: too many wait.
-        """
+        """Take a stream; raises Busy where too many wait."""
         if self.n_waiting >= MAX_WAITING:
             raise Busy(f"{self.n_waiting} streams that wait")
         self._n_streams += 1
@@ -340,11 +322,7 @@ class StreamTable:
     # ---- a worker's reports ----
 
     def take(self, report: Reading | Step | Ended | Forgot) -> None:
-        """Book a report, and pass it on to clients.
-
-        Raises:
-            ReportWrong: it cannot be.
-        """
+        """Book a report, and pass it on to clients; raises ReportWrong."""
         match report:
             case Reading():
                 job = self.ledger.reading(report)
@@ -417,14 +395,10 @@ class StreamTable:
         """End the streams over which workers were lost without a token in between."""
         self._give_up([job for job in self.ledger.running if job.n_losses], f"workers were lost over it: {reason}")
         text = f"workers were lost while it waited: {reason}"
-        self._pending.fail(OrderFailed(Fault.INTERNAL, "WorkerLost", text), (Tokenize,))
+        self._pending.fail(OrderFailed(Fault.INTERNAL, "WorkerLost", text), Tokenize)
 
     def end_all(self, message: str) -> None:
-        """End every stream with an error.
-
-        Args:
-            message: the error's line.
-        """
+        """End every stream with an error."""
         for number in [*self._tokenizing, *self.ledger.jobs]:
             self._close(number, Why.ERROR, message)
 

@@ -6,7 +6,7 @@ docstring says where the cut between the two runs.
 
 Main path: a client asks -> an order goes out by `_flush` -> the worker reports by `take` -> `StreamTable`, `Switches`
 and `PendingOrders` are written -> the client gets its answer. A worker that is lost: `lost` -> `WorkerManager.recover`
--> `_go_on_recovered`, or `_park`.
+-> `_go_on`, or `_park`.
 
 Laws:
     1. The loop writes everything here, and no other thread does.
@@ -28,12 +28,12 @@ from splitctl.errors import Busy, Parked, SplitctlError
 from splitctl.host import events
 from splitctl.host.config import HostConfig, HostState
 from splitctl.host.link import End
-from splitctl.host.manager import Recovered, WorkerManager
+from splitctl.host.manager import WorkerManager
 from splitctl.host.parking import SessionFiles
 from splitctl.host.pending import OnLoss, PendingOrders
 from splitctl.host.recovery import Attempt, Loss
 from splitctl.host.streams import Stream, StreamTable
-from splitctl.host.switches import Switches, UnderWay
+from splitctl.host.switches import Switches, SwitchRecord
 from splitctl.ipc import orders
 from splitctl.ipc.jobs import Fault
 from splitctl.outcome import Stage, SwitchOptions, to_plain
@@ -45,6 +45,9 @@ _GRACE_S = 10.0
 #: A file is written and read in one piece, without a sign of life: about 2 s a GiB from memory, and disks are slower.
 _FILE_DEADLINES = 10.0
 
+_PLAIN = SwitchOptions()
+_FOUND = ("target", "is_unchanged", "reasons", "conversions", "state_bytes", "weight_bytes", "mem_available")
+
 
 class Supervisor:
     """One hosted session.
@@ -53,13 +56,7 @@ class Supervisor:
     """
 
     def __init__(self, config: HostConfig, *, env: Mapping[str, str], log: Callable[[str], None]) -> None:
-        """Nothing is started yet.
-
-        Args:
-            config: what to serve.
-            env: the environment of the workers; read anew for each.
-            log: takes lines for a person.
-        """
+        """Nothing is started yet; workers get `env` as it is when they start, and `log` takes lines for a person."""
         self._config = config
         self._log = log
         self._manager = WorkerManager(config, self, env=env, log=log)
@@ -87,10 +84,6 @@ class Supervisor:
         """What the session is doing."""
         is_switching = self._state is HostState.SERVING and self._switches.under_way is not None
         return HostState.SWITCHING if is_switching else self._state
-
-    @property
-    def _parked_at(self) -> Path | None:
-        return None if self._parked is None else self._parked.path
 
     @property
     def worker_pid(self) -> int | None:
@@ -130,12 +123,7 @@ class Supervisor:
             self._spawn(self._checkpoints(config.checkpoint_s))
 
     async def generate(self, request: GenerateRequest) -> Stream:
-        """Begin a generation.
-
-        Raises:
-            Parked: the session serves no more, until it is restored.
-            Busy: it is being stopped, or too many wait.
-        """
+        """Begin a generation; raises Parked, or Busy where it is stopped or too many wait."""
         self._refuse_gone()
         return self._streams.open(request)
 
@@ -180,11 +168,7 @@ class Supervisor:
             self._manager.cancel()
 
     async def check(self, changes: Mapping[str, Any], options: SwitchOptions = _PLAIN) -> dict[str, Any]:
-        """Say what a switch would do.
-
-        Args:
-            changes: as for `switch`.
-            options: as for `switch`.
+        """Say what a switch would do; the arguments are those of `switch`.
 
         Returns:
             What the worker found (`orders.Checked`, as an object), the modes under ``requested`` and ``effective``, and
@@ -197,24 +181,16 @@ class Supervisor:
         target = self._target(changes)
         before, after = self._switches.effective.mode.value, target.mode.value
         report: orders.Checked = await self._ask(orders.Check(self._pending.number(), target, options))
+        found = {name: to_plain(getattr(report, name)) for name in _FOUND}
         return {
             "effective": before,
             "requested": after,
-            "target": report.target.to_json(),
-            "is_unchanged": report.is_unchanged,
-            "reasons": to_plain(report.reasons),
-            "conversions": list(report.conversions),
-            "state_bytes": report.state_bytes,
-            "weight_bytes": report.weight_bytes,
-            "mem_available": report.mem_available,
+            **found,
             "expected_s": self._switches.expected_s(before, after),
         }
 
     async def save(self, path: Path) -> dict[str, Any]:
-        """Write the whole session to a file, at a token boundary.
-
-        Args:
-            path: where, absolute.
+        """Write the whole session to a file with an absolute path, at a token boundary.
 
         Returns:
             Keys path, bytes, sequences and tokens.
@@ -245,8 +221,7 @@ class Supervisor:
         if self._state is HostState.PARKED:
             return await self._bring_back(path)
         self._refuse_busy()
-        n_streams = self._streams.n_open
-        if n_streams:
+        if n_streams := self._streams.n_open:
             raise Busy(f"{n_streams} streams, from which a restore would take their sequences")
         return await self._replace(path)
 
@@ -266,22 +241,18 @@ class Supervisor:
     def status(self) -> dict[str, Any]:
         """Say how the session is, as JSON types."""
         ledger, switches = self._streams.ledger, self._switches
-        switch, last, effective = switches.under_way, switches.last, switches.effective
-        is_served = self._state is HostState.SERVING
-        asked = effective.mode.value if switch is None else switch.target.mode.value
+        switch, last, mode = switches.under_way, switches.last, switches.effective.mode.value
+        asked = switch.target.mode.value if switch is not None else mode if last is None else last["requested"]
         return {
             "name": self._config.name,
             "state": self.state.value,
             "pid": os.getpid(),
             "worker_pid": self.worker_pid,
             "model": dict(self._model),
-            "placement": effective.to_json(),
-            "requested": asked if last is None or switch is not None else last["requested"],
-            "effective": effective.mode.value if is_served else None,
-            "sequences": [
-                {"seq_id": row.seq_id, "n_tokens": len(row.tokens), "state": ledger.state_of(row)}
-                for row in ledger.rows
-            ],
+            "placement": switches.effective.to_json(),
+            "requested": asked,
+            "effective": mode if self._state is HostState.SERVING else None,
+            "sequences": ledger.status(),
             "streams": self._streams.n_open,
             "queued": self._streams.n_waiting,
             "tokens_per_second": ledger.tokens_per_second,
@@ -329,7 +300,7 @@ class Supervisor:
             case orders.Trial():
                 outcome = self._switches.tried(report)
                 if not self._is_parked_by_worker(outcome):
-                    self._serve(self._switches.effective)
+                    self._streams.resize(self._switches.effective.n_seq_max)
                     self._publish_trial(outcome)
             case orders.Replaced():
                 self._streams.ledger.replace(report.sequences)
@@ -354,7 +325,7 @@ class Supervisor:
             self._on_stage(stage.value, report.share)
         self._hub.publish(events.SwitchStage(stage.value, report.share))
 
-    def _miss_boundary(self, switch: UnderWay) -> None:
+    def _miss_boundary(self, switch: SwitchRecord) -> None:
         """Cancel a switch for which the token boundary is overdue."""
         if switch is self._switches.under_way and not switch.is_begun and not switch.is_cancelled:
             switch.is_late = True
@@ -364,7 +335,7 @@ class Supervisor:
         outcome = self._switches.switched(report, time.monotonic())
         if self._is_parked_by_worker(outcome):
             return
-        self._serve(self._switches.effective)
+        self._streams.resize(self._switches.effective.n_seq_max)
         self._publish_switch(outcome, report.order)
         self._streams.resume()
         self._flush()
@@ -390,11 +361,7 @@ class Supervisor:
     # ---- a worker serves ----
 
     async def _open(self, order: orders.Open) -> None:
-        """Open the session where nothing runs yet.
-
-        Raises:
-            OrderFailed, WorkerLost, DeadlineExceeded, OSError: as `start`.
-        """
+        """Open the session where nothing runs yet; raises as `start`."""
         opened = await self._manager.open(order)
         if isinstance(opened, End):
             raise opened.error()
@@ -404,11 +371,7 @@ class Supervisor:
     def _take_opened(self, opened: orders.Opened) -> None:
         self._model = opened.model
         self._n_recomputed += opened.recomputed
-        self._serve(opened.placement)
-
-    def _serve(self, placement: Placement) -> None:
-        """Have the sequences of the placement that a worker serves in."""
-        self._streams.resize(placement.n_seq_max)
+        self._streams.resize(opened.placement.n_seq_max)
 
     def _go_on(self) -> None:
         """Let everything go on that waited for a worker."""
@@ -427,8 +390,8 @@ class Supervisor:
 
     def _expect(self) -> None:
         """Let the worker's silence be measured as long as it owes something."""
-        owes = self._pending.is_expecting or self._streams.ledger.is_working or self._state is HostState.STOPPING
-        has_file = self._pending.is_expecting_one_of(orders.Save, orders.Restore)
+        owes = self._pending.is_expecting() or self._streams.ledger.is_working or self._state is HostState.STOPPING
+        has_file = self._pending.is_expecting(orders.Save, orders.Restore)
         self._manager.expect(anything=owes, n_deadlines=_FILE_DEADLINES if has_file else 1.0)
 
     async def _ask(self, order: orders.Check | orders.Save | orders.Restore) -> Any:
@@ -449,7 +412,7 @@ class Supervisor:
             return
         loss = self._switches.lost(
             had_progress=self._streams.had_progress,
-            was_idle=not (self._pending.is_expecting or self._streams.ledger.is_working),
+            was_idle=not (self._pending.is_expecting() or self._streams.ledger.is_working),
             was_killed=end.was_killed,
         )
         self._state, self._lost_at = HostState.RECOVERING, time.monotonic()
@@ -464,10 +427,7 @@ class Supervisor:
         found = await self._manager.recover(loss, reason)
         if isinstance(found, End):
             await self._park(reason if found.reason == reason else f"{reason}; then {found.reason}")
-        else:
-            self._go_on_recovered(found, reason)
-
-    def _go_on_recovered(self, found: Recovered, reason: str) -> None:
+            return
         opened, mode = found.opened, found.opened.placement.mode.value
         if found.attempt.drops_streams:
             self._streams.drop_stuck(found.why)
@@ -498,9 +458,10 @@ class Supervisor:
 
     async def _park(self, reason: str) -> None:
         """Put the session on disk, and tell everybody where."""
-        path = await self._write(self._config.park_path) or self._files.parked_by_worker
-        if path == self._config.park_path:
+        written = await self._write(self._config.park_path)
+        if written is not None:
             self._files.forget_parked_by_worker()
+        path = written or self._files.parked_by_worker
         self._parked, self._state = events.SessionParked(path, reason), HostState.PARKED
         self._end_switches(None, reason, recomputed=False)
         self._pending.fail(Parked(path, reason))
@@ -557,14 +518,9 @@ class Supervisor:
         return saved.n_bytes
 
     async def _save_own(self) -> None:
-        """Save the session in its place.
-
-        Raises:
-            OrderFailed, OSError: it could not be written.
-        """
-        path = self._config.save_path
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        await self._save(path)
+        """Save the session in its place; raises OrderFailed or OSError."""
+        self._config.save_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        await self._save(self._config.save_path)
 
     async def _checkpoints(self, every_s: float) -> None:
         """Save the session again and again, while it changes."""
@@ -572,14 +528,12 @@ class Supervisor:
         while True:
             await asyncio.sleep(every_s)
             version = self._streams.ledger.version
-            if self.state is not HostState.SERVING or version == saved:
-                continue
-            try:
-                await self._save_own()
-            except (SplitctlError, OSError) as error:
-                self._log(f"the session could not be saved to {self._config.save_path}: {error}")
-            else:
-                saved = version
+            if self.state is HostState.SERVING and version != saved:
+                try:
+                    await self._save_own()
+                    saved = version
+                except (SplitctlError, OSError) as error:
+                    self._log(f"the session could not be saved to {self._config.save_path}: {error}")
 
     # ---- the end ----
 
@@ -587,29 +541,29 @@ class Supervisor:
         was_parked, was_serving = self._state is HostState.PARKED, self._state is HostState.SERVING
         self.cancel_switch()
         self._state = HostState.STOPPING
-        tasks = list(self._tasks)
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._streams.end_all("the session is being stopped")
         path = self._parked_at
         if save and not was_parked and self._streams.ledger.held != (0, 0):
-            path = await self._save_last(is_served=was_serving)
+            path = await self._save_last(has_worker=was_serving and self._manager.is_open)
         await self._manager.close(_GRACE_S)
         self._pending.fail(Busy("its end"))
         self._hub.close()
         return {"path": None if path is None else str(path)}
 
-    async def _save_last(self, *, is_served: bool) -> Path | None:
+    async def _save_last(self, *, has_worker: bool) -> Path | None:
         """Save what the session holds, by its worker or, where that fails, without it."""
-        if is_served and self._manager.is_open:
+        path = self._config.save_path
+        if has_worker:
             try:
                 await self._save_own()
             except (SplitctlError, OSError) as error:
                 self._log(f"the worker could not save the session: {error}")
             else:
-                return self._config.save_path
-        return await self._write(self._config.save_path)
+                return path
+        return await self._write(path)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Let something go on beside everything else, until it ends or the session does."""
@@ -618,6 +572,10 @@ class Supervisor:
         task.add_done_callback(self._tasks.discard)
 
     # ---- what cannot be done now ----
+
+    @property
+    def _parked_at(self) -> Path | None:
+        return None if self._parked is None else self._parked.path
 
     def _target(self, changes: Mapping[str, Any]) -> Placement:
         """Give the whole target of a switch."""

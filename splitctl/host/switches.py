@@ -36,70 +36,64 @@ _BACK = FALLING_BACK | {Stage.RECOMPUTING, Stage.PARKING}
 _MS = 1e3
 
 
-@dataclass(slots=True)
-class UnderWay:
-    """A switch that a worker is at.
+@dataclass(slots=True, eq=False)
+class SwitchRecord:
+    """A switch: under way, on trial or over.
 
     Attributes:
         order: number of the order.
         target: what was asked for.
-        original: where the session served when it was asked.
+        original: where the session served when it was asked, and goes if the switch fails.
         started_at: when, seconds of the supervisor's clock.
-        stage: where it is.
-        is_begun: the token boundary has come, and streams stand still.
         timeout_s: longest wait for the token boundary, seconds; None: as long as it takes.
+        stage: where it is.
+        stage_at: when the present stage began.
+        is_begun: the token boundary has come, and streams stand still.
         failed_at: the last stage before it went back, if it did.
         seal: the carry that it has sealed.
         is_cancelled: it was asked to end.
         is_late: the token boundary did not come in time; it is cancelled for that.
         stages_ms: time of the stages that are over, ms.
-        stage_at: when the present stage began.
+        took_s: the whole of it, seconds, once it is over.
+        outcome: its outcome as it is by now, once it is over.
     """
 
     order: int
     target: Placement
     original: Placement
     started_at: float
-    timeout_s: float | None = None
+    timeout_s: float | None
     stage: Stage = Stage.CHECKING
+    stage_at: float = field(kw_only=True)
     is_begun: bool = False
     failed_at: Stage | None = None
     seal: Seal | None = None
     is_cancelled: bool = False
     is_late: bool = False
     stages_ms: dict[str, float] = field(default_factory=dict)
-    stage_at: float = 0.0
+    took_s: float = 0.0
+    outcome: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def way(self) -> tuple[str, str]:
+        """The modes before and after."""
+        return self.original.mode.value, self.target.mode.value
 
-@dataclass(slots=True, eq=False)
-class _Ended:
-    """A switch that is over: the modes, how long it took, seconds, and its outcome as it is by now."""
+    @property
+    def has_succeeded(self) -> bool:
+        """Whether it ended in its target."""
+        return bool(self.outcome.get("status") == SwitchStatus.SWITCHED.value)
 
-    before: str
-    after: str
-    took_s: float
-    outcome: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class OnTrial:
-    """A switch whose first decode is still to come.
-
-    Attributes:
-        order: number of the order.
-        original: where the session goes if that fails.
-        seal: the carry that goes with it.
-        ended: its outcome so far.
-    """
-
-    order: int
-    original: Placement
-    seal: Seal | None
-    ended: _Ended
+    def leave(self, now: float) -> None:
+        """End the time of the present stage."""
+        if self.stage.value in StageTimes.__slots__:
+            spent = self.stages_ms.get(self.stage.value, 0.0)
+            self.stages_ms[self.stage.value] = spent + (now - self.stage_at) * _MS
+        self.stage_at = now
 
 
 class Switches:
-    """All switches of one session, and where it serves.
+    """All switches of one session, and where it serves; a report that cannot be raises ReportWrong.
 
     Attributes:
         effective: where the session serves; without a worker where it belongs, before the first one where it begins.
@@ -114,11 +108,11 @@ class Switches:
         """Begin without any, in a placement."""
         self.effective = placement
         self.previous: Placement | None = None
-        self.under_way: UnderWay | None = None
-        self.trial: OnTrial | None = None
+        self.under_way: SwitchRecord | None = None
+        self.trial: SwitchRecord | None = None
         self._seals: dict[int, Seal] = {}
-        self._ended: deque[_Ended] = deque(maxlen=_KEPT)
-        self._newest: _Ended | None = None
+        self._ended: deque[SwitchRecord] = deque(maxlen=_KEPT)
+        self._newest: SwitchRecord | None = None
 
     @property
     def seals(self) -> tuple[Seal, ...]:
@@ -148,17 +142,13 @@ class Switches:
 
     # ---- what is asked and reported ----
 
-    def begin(self, order: int, target: Placement, now: float, timeout_s: float | None = None) -> UnderWay:
+    def begin(self, order: int, target: Placement, now: float, timeout_s: float | None = None) -> SwitchRecord:
         """Take a switch that a worker is ordered to do."""
-        self.under_way = UnderWay(order, target, self.effective, now, timeout_s, stage_at=now)
+        self.under_way = SwitchRecord(order, target, self.effective, now, timeout_s, stage_at=now)
         return self.under_way
 
     def reached(self, report: StageReached, now: float) -> Stage:
-        """Note where the switch is.
-
-        Raises:
-            ReportWrong: there is none, or no such stage.
-        """
+        """Note where the switch is."""
         try:
             stage = Stage(report.stage)
         except ValueError as error:
@@ -169,7 +159,7 @@ class Switches:
         switch = self._of(report.order)
         switch.is_begun = switch.is_begun or stage not in {Stage.CHECKING, Stage.QUIESCING}
         if stage is not switch.stage:
-            self._leave(switch, now)
+            switch.leave(now)
             if stage in _BACK and switch.failed_at is None:
                 switch.failed_at = switch.stage
             switch.stage = stage
@@ -192,14 +182,7 @@ class Switches:
             self.under_way = None
 
     def switched(self, report: Switched, now: float) -> dict[str, Any]:
-        """Take the outcome of the switch under way.
-
-        Returns:
-            The outcome, with what only the supervisor knows put right.
-
-        Raises:
-            ReportWrong: it is no outcome.
-        """
+        """Take the outcome of the switch under way; gives it with what only the supervisor knows put right."""
         switch = self._of(report.order)
         outcome = dict(report.outcome)
         status, effective = read_outcome(outcome)
@@ -215,9 +198,9 @@ class Switches:
             # Not the end: a new worker may find the room that this one did not.
             return outcome
         self.under_way = None
-        ended = self._end(switch, outcome, now)
+        self._end(switch, outcome, now)
         if status is SwitchStatus.SWITCHED and not outcome.get("confirmed"):
-            self.trial = OnTrial(switch.order, switch.original, switch.seal, ended)
+            self.trial = switch
         elif switch.seal is not None:
             self.trial = None
         if effective is not None:
@@ -225,11 +208,7 @@ class Switches:
         return outcome
 
     def tried(self, report: Trial) -> dict[str, Any]:
-        """Take the outcome of a switch after its first decode.
-
-        Raises:
-            ReportWrong: it is no outcome, or there was no switch.
-        """
+        """Take and give the outcome of a switch after its first decode."""
         outcome = dict(report.outcome)
         status, effective = read_outcome(outcome)
         if status is SwitchStatus.PARKED:
@@ -277,7 +256,7 @@ class Switches:
             recomputed: tokens were read again.
             held: sequences and tokens that the session holds.
             now: seconds of the supervisor's clock.
-            lost_at: when the worker was lost.
+            lost_at: the same, when the worker was lost.
 
         Returns:
             The outcomes: of the switch that was on trial, then of the one under way.
@@ -286,11 +265,12 @@ class Switches:
         switch, trial = self.under_way, self.trial
         fallback_ms = (now - lost_at) * _MS
         if trial is not None and (switch is None or switch.seal is None):
-            before = trial.ended.outcome
-            outcomes.append(_trial_lost(before, placement, reason, recomputed=recomputed, fallback_ms=fallback_ms))
+            outcomes.append(
+                _trial_lost(trial.outcome, placement, reason, recomputed=recomputed, fallback_ms=fallback_ms)
+            )
             self._end_trial(outcomes[0])
         if switch is not None:
-            self._leave(switch, lost_at)
+            switch.leave(lost_at)
             outcome = _switch_lost(switch, placement, reason, recomputed=recomputed, held=held)
             outcome |= {"total_ms": (now - switch.started_at) * _MS, "fallback_ms": fallback_ms}
             outcomes.append(outcome)
@@ -306,31 +286,22 @@ class Switches:
 
     def summary(self) -> dict[str, Any]:
         """Sum up the switches so far: how many, how they ended, and what those that succeeded took."""
-        succeeded = sorted({(one.before, one.after) for one in self._ended if _has_succeeded(one)})
+        ways = sorted({one.way for one in self._ended if one.has_succeeded})
         return {
             "count": len(self._ended),
             "ended": dict(Counter(str(one.outcome["status"]) for one in self._ended)),
-            "took": [{"from": one, "to": other, "median_s": self.expected_s(one, other)} for one, other in succeeded],
+            "took": [{"from": one, "to": other, "median_s": self.expected_s(one, other)} for one, other in ways],
         }
 
     def expected_s(self, before: str, after: str) -> float | None:
         """Say what a switch between two modes has taken so far, seconds; None where there was none."""
-        times = [
-            one.took_s for one in self._ended if (one.before, one.after) == (before, after) and _has_succeeded(one)
-        ]
+        times = [one.took_s for one in self._ended if one.way == (before, after) and one.has_succeeded]
         return median(times) if times else None
 
-    def _of(self, order: int) -> UnderWay:
+    def _of(self, order: int) -> SwitchRecord:
         if self.under_way is None or self.under_way.order != order:
             raise ReportWrong(f"a switch {order}, which is not under way")
         return self.under_way
-
-    def _leave(self, switch: UnderWay, now: float) -> None:
-        """End the time of the present stage."""
-        if switch.stage.value in StageTimes.__slots__:
-            spent = switch.stages_ms.get(switch.stage.value, 0.0)
-            switch.stages_ms[switch.stage.value] = spent + (now - switch.stage_at) * _MS
-        switch.stage_at = now
 
     def _fall_back(self, placement: Placement | None) -> None:
         """Serve where the session came from; what has just failed is no place to go back to."""
@@ -338,22 +309,17 @@ class Switches:
             self.effective = placement
         self.previous = None
 
-    def _end(self, switch: UnderWay, outcome: dict[str, Any], now: float) -> _Ended:
-        took_s = now - switch.started_at
-        self._newest = _Ended(switch.original.mode.value, switch.target.mode.value, took_s, outcome)
-        self._ended.append(self._newest)
-        return self._newest
+    def _end(self, switch: SwitchRecord, outcome: dict[str, Any], now: float) -> None:
+        switch.outcome, switch.took_s = outcome, now - switch.started_at
+        self._ended.append(switch)
+        self._newest = switch
 
     def _end_trial(self, outcome: dict[str, Any]) -> None:
         if self.trial is not None:
-            self._newest, self.trial = self.trial.ended, None
+            self._newest, self.trial = self.trial, None
         if self._newest is None:
             raise ReportWrong("the end of a trial, and there was no switch")
         self._newest.outcome = outcome
-
-
-def _has_succeeded(ended: _Ended) -> bool:
-    return bool(ended.outcome["status"] == SwitchStatus.SWITCHED.value)
 
 
 def read_outcome(outcome: Mapping[str, Any]) -> tuple[SwitchStatus, Placement | None]:
@@ -376,7 +342,7 @@ def read_outcome(outcome: Mapping[str, Any]) -> tuple[SwitchStatus, Placement | 
 
 
 def _switch_lost(
-    switch: UnderWay, placement: Placement | None, reason: str, *, recomputed: bool, held: tuple[int, int]
+    switch: SwitchRecord, placement: Placement | None, reason: str, *, recomputed: bool, held: tuple[int, int]
 ) -> dict[str, Any]:
     """Compose the outcome of a switch whose worker is gone."""
     status = SwitchStatus.CANCELLED if switch.is_cancelled and not switch.is_late else SwitchStatus.FELL_BACK

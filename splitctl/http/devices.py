@@ -25,19 +25,12 @@ class Devices:
     """
 
     def __init__(self, visible: str | None = None) -> None:
-        """Look for the driver.
-
-        Args:
-            visible: the workers' CUDA_VISIBLE_DEVICES; None where it is not set.
-        """
+        """Look for the driver; `visible` is the workers' CUDA_VISIBLE_DEVICES, None where it is not set."""
         self._visible = None if visible is None else [one.strip() for one in visible.split(",")]
         self._driver = _driver()
 
     def read(self, status: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Give the devices of the placement.
-
-        Args:
-            status: of the session.
+        """Give the devices of the placement in a session's status.
 
         Returns:
             For each name, description, kind, backend, memory_free and memory_total (bytes, null where nobody says), and
@@ -61,9 +54,9 @@ class Devices:
         found = _CUDA.fullmatch(str(known.get("name")))
         if found is None or self._driver is None:
             return {}
-        index, driver = int(found[1]), self._driver
+        driver = self._driver
         try:
-            handle = self._handle(index)
+            handle = self._handle(int(found[1]))
             name, memory = driver.nvmlDeviceGetName(handle), driver.nvmlDeviceGetMemoryInfo(handle)
         except (driver.NVMLError, IndexError, ValueError):
             return {}

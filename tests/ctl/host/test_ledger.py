@@ -85,14 +85,14 @@ def test_a_stream_is_booked_from_start_to_end() -> None:
     assert ledger.snapshots() == ()
     assert ledger.reading(Reading(1, 2, 0, 4.0)) is job
     assert ledger.snapshots() == (SequenceSnapshot(0, (1, 2), sampler=_SAMPLER),)
-    assert ledger.state_of(ledger.rows[0]) == "reading"
+    assert ledger.status()[0]["state"] == "reading"
     assert ledger.step(_step(1, token=8, n_draws=1)) == [(job, Drawn(1, 8, b"x", 1))]
     assert ledger.snapshots() == (SequenceSnapshot(0, (1, 2, 3, 8), is_pending=True, sampler=_SAMPLER, n_draws=1),)
-    assert ledger.state_of(ledger.rows[0]) == "generating"
+    assert ledger.status()[0]["state"] == "generating"
     assert ledger.step(_step(1, token=0, n_draws=2, is_end=True))
     assert (job.n_predicted, job.is_complete, job.n_left) == (1, True, 3)
     assert ledger.ended(Ended(1, "eos")) is job
-    assert (ledger.is_working, ledger.state_of(ledger.rows[0])) == (False, "idle")
+    assert (ledger.is_working, ledger.status()[0]["state"]) == (False, "idle")
     assert ledger.snapshots() == (SequenceSnapshot(0, (1, 2, 3, 8, 0), is_pending=True, sampler=_SAMPLER, n_draws=2),)
 
 
@@ -138,7 +138,7 @@ def test_a_stream_whose_client_left_holds_its_sequence_until_it_has_ended() -> N
     assert ledger.finish(1)
     assert not ledger.finish(1)
     assert ledger.startable() == ()
-    assert ledger.state_of(ledger.rows[0]) == "ending"
+    assert ledger.status()[0]["state"] == "ending"
     assert ledger.step(_step(1, token=5)) == []
     assert ledger.reading(Reading(1, 3, 0, 1.0)) is None
     assert ledger.rows[0].tokens == [1, 2, 3, 5]

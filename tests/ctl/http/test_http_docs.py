@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from splitctl.http.intake import HttpLimits
 from splitctl.http import HttpConfig
+from splitctl.http.intake import HttpLimits
 from tests.ctl.houses import GUARD_S, ROOT, house
 from tests.ctl.web import Web, asked, events, free_port, web
 
