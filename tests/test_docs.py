@@ -168,6 +168,19 @@ def test_paths_named_in_documents_exist(path: Path) -> None:
     assert [name for name in named if not (_ROOT / name).exists()] == []
 
 
+def test_names_in_extending_are_in_the_files_beside_them() -> None:
+    """Every name of an item in docs/extending.md is in one of the files that the item lists."""
+    page = (_DOCS / "extending.md").read_text(encoding="utf-8")
+    steps = re.findall(r"^\d+\. .+\n(?:   .+\n)*", page, re.MULTILINE)
+    assert len(steps) > 20
+    for step in steps:
+        named = re.findall(r"`([^`]+)`", step)
+        files = [_ROOT / name for name in named if name.endswith((".py", ".h", ".json", ".toml")) and "/" in name]
+        text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+        names = [name for name in named if re.fullmatch(r"\w+(\.\w+)?", name)] if files else []
+        assert [name for name in names if name.rpartition(".")[2] not in text] == [], step
+
+
 @pytest.mark.parametrize(
     "name", ["ci/setup", "ci/model", "ci/builds", "ci/test", "ci/check", "ci/demo", "ci/fuzz", ".ci/run"]
 )
