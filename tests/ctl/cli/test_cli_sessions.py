@@ -132,7 +132,7 @@ def test_a_switch_shows_its_stages_and_what_was_carried(home: House, host: Host)
     done = home.run("switch", "--to", "tensor", "-c", "512", LLAMA_ARG_CTX_SIZE="64")
     assert done.returncode == 0, done.stderr
     stages = [line.removeprefix("switch: ") for line in _lines(done) if line.startswith("switch: ")]
-    assert stages[0] == "quiescing"
+    assert stages[0] == "checking"
     assert stages[-1] == "proving"
     assert any("sealing" in line and "ms" in line for line in _lines(done))
     assert done.stdout.decode().startswith("switched to tensor in ")
