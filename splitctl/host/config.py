@@ -1,4 +1,4 @@
-"""What a host is told to serve, and the words for what it is doing."""
+"""What a host serves, and the words for what it is doing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a hosted session holds, as workers reported it: sequences, streams on them, and who waits for one. Pure.
 
 Laws:
-    1. A token is booked once, in the order of its decode, to the stream's job and to the sequence that holds it.
+    1. A token is recorded once, in the order of its decode, to the stream's job and to the sequence that holds it.
     2. The ledger never claims more than was reported: what a new worker must hold can be made from it alone.
     3. A sequence has one stream at a time; it is free again when the worker said that the stream has ended, or is gone.
     4. Streams start in the order in which they came.
@@ -243,13 +243,13 @@ class Ledger:
     # ---- what a worker reports ----
 
     def reading(self, report: Reading) -> StreamJob | None:
-        """Book how far a prompt has been read; gives the job, or None where its client is gone."""
+        """Record how far a prompt has been read; gives the job, or None where its client is gone."""
         job, row = self._on_row(report.stream, "a prompt")
         n_whole = len(job.prompt) + len(job.drawn)
         if not 0 <= report.n_reused <= report.n_done <= n_whole:
             raise ReportWrong(f"{report.n_done} tokens read of {n_whole}, {report.n_reused} of them held before")
         if job.drawn:
-            # A stream that goes on: what was drawn stays booked, whatever of it is read again.
+            # A stream that goes on: what was drawn stays, whatever of it is read again.
             return None if job.is_over else job
         row.tokens[:] = job.prompt[: report.n_done]
         row.is_pending = False
@@ -261,7 +261,7 @@ class Ledger:
         return None if job.is_over else job
 
     def step(self, report: Step) -> list[tuple[StreamJob, Drawn]]:
-        """Book the tokens of a decode; gives those whose clients wait for them."""
+        """Record the tokens of a decode; gives those whose clients wait for them."""
         delivered = []
         for drawn in report.tokens:
             job, row = self._on_row(drawn.stream, "a token")

@@ -189,7 +189,7 @@ def _with_state(sequences: Sequence[SequenceSnapshot], sealed: Sequence[tuple[in
 
 
 def _is_of(sealed: SequenceCarry, now: SequenceSnapshot) -> bool:
-    """Tell whether a sequence was sealed with its tokens of now, but for one that is still to be decoded."""
+    """Whether a sequence was sealed with the tokens that it has now, but for one that is still to be decoded."""
     n_past = len(now.tokens) - now.is_pending
     return n_past == sealed.n_past and sealed.tokens[:n_past].tolist() == list(now.tokens[:n_past])
 

@@ -322,7 +322,7 @@ class StreamTable:
     # ---- a worker's reports ----
 
     def take(self, report: Reading | Step | Ended | Forgot) -> None:
-        """Book a report, and pass it on to clients; raises ReportWrong."""
+        """Record a report, and pass it on to clients; raises ReportWrong."""
         match report:
             case Reading():
                 job = self.ledger.reading(report)

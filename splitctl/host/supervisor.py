@@ -10,7 +10,7 @@ and `PendingOrders` are written -> the client gets its answer. A worker that is 
 
 Laws:
     1. The loop writes everything here, and no other thread does.
-    2. Whatever happens to a worker, the session serves again, or lies parked at a path that everybody is told.
+    2. Whatever happens to a worker, the session serves again, or lies parked at a path that clients are given.
 """
 
 from __future__ import annotations
@@ -457,7 +457,7 @@ class Supervisor:
     # ---- files ----
 
     async def _park(self, reason: str) -> None:
-        """Put the session on disk, and tell everybody where."""
+        """Put the session on disk, and say where to clients, in the log and as an event."""
         written = await self._write(self._config.park_path)
         if written is not None:
             self._files.forget_parked_by_worker()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from splitctl.host.ledger import per_second
 from splitctl.host.streams import Done, Why
 
 _FINISH = {
@@ -118,12 +119,8 @@ def timings(done: Done) -> dict[str, Any]:
         "cache_n": done.n_reused,
         "prompt_n": n_read,
         "prompt_ms": done.prompt_ms,
-        "prompt_per_second": _rate(n_read, done.prompt_ms),
+        "prompt_per_second": per_second(n_read, done.prompt_ms),
         "predicted_n": done.n_predicted,
         "predicted_ms": done.generate_ms,
-        "predicted_per_second": _rate(done.n_predicted, done.generate_ms),
+        "predicted_per_second": per_second(done.n_predicted, done.generate_ms),
     }
-
-
-def _rate(n: int, ms: float) -> float | None:
-    return n / ms * 1e3 if n and ms else None

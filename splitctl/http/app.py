@@ -71,7 +71,7 @@ def make_app(
     Args:
         host: does the work.
         config: who may ask for what.
-        is_loopback: whether the server listens to this machine alone.
+        is_loopback: whether the server listens to this host alone.
         log: takes lines for the log.
 
     Returns:

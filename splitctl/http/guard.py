@@ -26,7 +26,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-#: What anybody who reaches the port may see: whether it lives, and a page that asks for the key itself.
+#: What anybody who reaches the port may see: whether the server is up, and a page that asks for the key itself.
 OPEN_PATHS = frozenset({"/", "/health", "/v1/health", "/favicon.ico"})
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -48,14 +48,14 @@ class Guard:
         is_loopback: bool,
         log: Callable[[str], None],
     ) -> None:
-        """Stand before an app.
+        """Stand before an app, by the keys and origins of an `HttpConfig`.
 
         Args:
             app: what answers those who may come in.
             api_keys: any of them opens; none: no key is asked for.
-            hosts: names that this server is reached by, beside addresses of this very machine.
+            hosts: names that this server is reached by, beside addresses of this host.
             origins: pages elsewhere that may use it.
-            is_loopback: whether it listens to this machine alone.
+            is_loopback: whether it listens to this host alone.
             log: takes a line for the log.
         """
         self._app = app
@@ -149,7 +149,7 @@ def _host_name(host: str) -> str:
 
 
 def _is_address(name: str) -> bool:
-    """Tell whether a name is an address: no other page can have one resolved to this port."""
+    """Whether a name is an address: no other page can have one resolved to this port."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

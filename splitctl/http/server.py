@@ -2,7 +2,7 @@
 
 Laws:
     1. Signals are the command line's: the server takes none.
-    2. A server that ends takes no more requests for text, lets answers under way end for a while, and then tells them.
+    2. A server that ends takes no more requests for text, and gives answers under way a while before it ends them.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class HttpServer:
                 ws="none",
                 lifespan="off",
                 log_config=None,
-                # What clients do wrong is told to them; a line each would fill the log.
+                # Clients get their errors as answers; a line for each would fill the log.
                 log_level="critical",
                 access_log=False,
                 server_header=False,

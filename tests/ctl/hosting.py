@@ -104,7 +104,7 @@ class ScriptedLink:
             self._on_report(report)
 
     def open(self, placement: Placement | None = None, *, recomputed: bool = False) -> None:
-        """Serve where it was told to, or elsewhere."""
+        """Serve where it was ordered to, or elsewhere."""
         first = self.sent[0]
         assert isinstance(first, Open)
         self.report(Opened(placement or first.placement, {"n_vocab": 260, "build": "b"}, recomputed=recomputed))

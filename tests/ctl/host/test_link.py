@@ -140,7 +140,7 @@ def test_one_that_is_gone_takes_no_orders(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_one_that_does_not_close_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told to close it may take so long; then it is ended, and its end waited for."""
+    """Ordered to close it may take so long; then it is ended, and its end waited for."""
     link, end, _ = _followed(monkeypatch, "wait", close=True)
     assert len(link._worker.lines) == 1  # type: ignore[attr-defined]
     assert "SIGKILL" in end.reason

@@ -117,7 +117,7 @@ def play(folder: Path, script: Callable[[Scene], Awaitable[None]], **more: Any) 
 
 
 def outcome(status: SwitchStatus, effective: Placement | None, **fields: Any) -> dict[str, Any]:
-    """An outcome as a worker tells it."""
+    """An outcome as a worker reports it."""
     went_well = status in {SwitchStatus.SWITCHED, SwitchStatus.UNCHANGED}
     return dict(SwitchOutcome(status, TENSOR, effective, "" if went_well else "why", **fields).to_json())
 
@@ -227,7 +227,7 @@ def test_a_client_that_leaves_frees_its_sequence(tmp_path: Path) -> None:
     play(tmp_path, script)
 
 
-def test_too_many_that_wait_are_told_so(tmp_path: Path) -> None:
+def test_too_many_that_wait_are_refused(tmp_path: Path) -> None:
     """The queue has an end, and what is in it goes on."""
 
     async def script(scene: Scene) -> None:
@@ -243,7 +243,7 @@ def test_too_many_that_wait_are_told_so(tmp_path: Path) -> None:
 
 
 def test_a_stream_goes_on_in_the_next_worker(tmp_path: Path) -> None:
-    """Its client is told of a pause; nothing that it has is drawn again, and nothing is left out."""
+    """Its client hears of a pause; nothing that it has is drawn again, and nothing is left out."""
 
     async def script(scene: Scene) -> None:
         events = scene.supervisor.subscribe()
@@ -369,7 +369,7 @@ def test_a_worker_that_lost_count_is_ended(tmp_path: Path, lie: Any) -> None:
 
 
 def test_attempts_end_in_a_parked_session(tmp_path: Path) -> None:
-    """When nothing opens any more the tokens are on disk, everybody is told where, and it comes back."""
+    """When nothing opens any more the tokens are on disk, everybody hears where, and it comes back."""
 
     async def script(scene: Scene) -> None:
         events = scene.supervisor.subscribe()
@@ -506,7 +506,7 @@ def test_a_worker_that_dies_as_it_opens_is_one_attempt(tmp_path: Path) -> None:
 
 
 def test_a_switch_pauses_streams_and_makes_others_wait(tmp_path: Path) -> None:
-    """Who runs is told of a pause, who comes waits, a second switch is busy, and all go on in the new placement."""
+    """Who runs hears of a pause, who comes waits, a second switch is busy, and all go on in the new placement."""
 
     async def script(scene: Scene) -> None:
         stages: list[tuple[str, float]] = []
@@ -575,7 +575,7 @@ def test_a_worker_that_dies_in_a_switch_is_fallen_back_from(tmp_path: Path) -> N
 
 
 def test_a_worker_that_dies_on_trial_is_fallen_back_from(tmp_path: Path) -> None:
-    """Who asked has had an outcome; events, log and status tell how it went on."""
+    """Who asked has had an outcome; events, log and status say how it went on."""
 
     async def script(scene: Scene) -> None:
         client = await ask(scene.supervisor, request_of([1], 1))
@@ -605,7 +605,7 @@ def test_a_worker_that_dies_on_trial_is_fallen_back_from(tmp_path: Path) -> None
 @pytest.mark.parametrize("is_trial", [False, True])
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_a_session_that_the_worker_parked_gets_another_worker(tmp_path: Path, is_trial: bool, is_saved: bool) -> None:
-    """What one process had no room for another one may have; the file that the first wrote is removed, or told."""
+    """What one process had no room for another one may have; the file that the first wrote is removed."""
     written = tmp_path / "worker.safetensors"
 
     async def script(scene: Scene) -> None:
@@ -696,7 +696,7 @@ def test_a_switch_that_the_worker_cannot_take_is_over(tmp_path: Path) -> None:
 
 
 def test_a_switch_goes_on_without_its_asker(tmp_path: Path) -> None:
-    """Whoever stops waiting does not stop it, and events tell of its end."""
+    """Whoever stops waiting does not stop it, and events show its end."""
 
     async def script(scene: Scene) -> None:
         events = scene.supervisor.subscribe()
@@ -778,7 +778,7 @@ def test_a_restore_has_the_session_for_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("can_save", [True, False])
-def test_stopping_saves_and_tells_streams(tmp_path: Path, can_save: bool) -> None:
+def test_stopping_saves_and_ends_streams(tmp_path: Path, can_save: bool) -> None:
     """Streams end clearly; the worker saves, or the supervisor writes the tokens; a second stop waits for the first."""
 
     async def script(scene: Scene) -> None:
@@ -857,7 +857,7 @@ def test_a_session_that_cannot_be_opened_is_an_error(tmp_path: Path, end: dict[s
 
 
 def test_a_saved_session_is_offered(tmp_path: Path) -> None:
-    """A start without --resume tells of the newest file that its name has."""
+    """A start without --resume names the newest file that its name has."""
     (tmp_path / "sessions").mkdir()
     (tmp_path / "sessions" / "default.safetensors").write_bytes(b"x")
 
@@ -868,7 +868,7 @@ def test_a_saved_session_is_offered(tmp_path: Path) -> None:
 
 
 def test_checkpoints_come_while_something_changes(tmp_path: Path) -> None:
-    """A session is saved again only after it has changed, and one that cannot be saved is told and tried again."""
+    """A session is saved again only after it has changed, and one that cannot be saved is logged and tried again."""
 
     async def script(scene: Scene) -> None:
         client = await ask(scene.supervisor, request_of([1]))

@@ -176,7 +176,7 @@ def test_an_abort_in_a_switch_is_fallen_back_from(
 
 
 def test_an_abort_on_trial_is_fallen_back_from(tmp_path: Path, undisturbed: tuple[tuple[int, ...], ...]) -> None:
-    """The first decode takes the worker along: the switch that was told as done is told as fallen back from."""
+    """The first decode takes the worker along: the switch that was reported as done is reported as fallen back from."""
 
     async def script(stage: Stage) -> None:
         stage.arm("decode:abort:tensor")
@@ -317,7 +317,7 @@ def test_a_session_is_gone_on_with_in_another_host(tmp_path: Path) -> None:
     async def third(stage: Stage) -> None:
         assert stage.supervisor.status()["sequences"][0]["n_tokens"] == len(held)
         client = await ask(stage.supervisor, request_of([*held, 5], 1))
-        # The newest token was drawn and told, and has not been decoded yet.
+        # The newest token was drawn and delivered, and has not been decoded yet.
         assert (await client.end()).n_reused == len(held) - 1
 
     play(tmp_path, first, save=True)

@@ -1,4 +1,4 @@
-"""Errors of the session as HTTP tells them: whose fault it was decides the status."""
+"""Errors of the session as HTTP answers them: whose fault it was decides the status."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def test_whose_fault_it_was_decides_the_status(
     error: SplitctlError, status: int, param: str | None, code: str | None
 ) -> None:
     """The client's faults are 4xx, ours and the library's 5xx, and all have a message."""
-    told = api_error(error)
-    assert (told.status, told.param, told.code) == (status, param, code)
-    assert told.message
+    answer = api_error(error)
+    assert (answer.status, answer.param, answer.code) == (status, param, code)
+    assert answer.message
 
 
 def test_answers_say_when_to_come_again_and_how_to_come_in() -> None:

@@ -123,7 +123,7 @@ def test_models_are_listed(client: openai.OpenAI) -> None:
 
 
 def test_a_switch_over_http_is_seen_by_the_socket_and_by_watchers(real: Web) -> None:
-    """POST /split-mode gives the outcome, its stages and its end are events, and the control socket tells the same."""
+    """POST /split-mode gives the outcome, its stages and its end are events, and the control socket says the same."""
     watching = real.connect()
     watching.request("GET", "/split-mode/events", headers={"Authorization": f"Bearer {KEY}"})
     seen = watching.getresponse()
@@ -131,13 +131,13 @@ def test_a_switch_over_http_is_seen_by_the_socket_and_by_watchers(real: Web) -> 
     target = "tensor" if real.get("/split-mode").body["effective"] == "layer" else "layer"
     outcome = real.post("/split-mode", {"to": target, "proof": "bytes"}).body
     assert (outcome["status"], outcome["effective"]) == ("switched", target)
-    told = b""
-    while b"event: switch_ended" not in told or not told.endswith(b"\n\n"):
-        told += seen.read1()
+    stream = b""
+    while b"event: switch_ended" not in stream or not stream.endswith(b"\n\n"):
+        stream += seen.read1()
     seen.close()
     watching.close()
-    assert b"event: switch_stage" in told
-    ended = next(one for one in events(told) if "outcome" in one)["outcome"]
+    assert b"event: switch_stage" in stream
+    ended = next(one for one in events(stream) if "outcome" in one)["outcome"]
     assert ended == outcome
     status = ask_socket(real.host.address, StatusRequest())
     assert status["effective"] == target

@@ -55,10 +55,10 @@ def test_a_switch_that_is_clicked_happens(server: Web, page: Browser) -> None:
     page.until("document.getElementById('effective').textContent === 'tensor' && document.querySelector('.bar')")
     status = server.get("/session").body
     assert (status["effective"], status["recent_switches"][-1]["status"]) == ("tensor", "switched")
-    told = page.text("#timeline")
-    assert "switched: to tensor, serving tensor" in told
+    timeline = page.text("#timeline")
+    assert "switched: to tensor, serving tensor" in timeline
     for stage, ms in status["recent_switches"][-1]["stages_ms"].items():
-        assert (stage in told) == (ms is not None)
+        assert (stage in timeline) == (ms is not None)
     page.until("document.querySelector('button.here').dataset.mode === 'tensor'")
     server.post("/v1/completions", {"prompt": "Once upon a time", "max_tokens": 8})
     page.until("document.getElementById('timeline').textContent.includes('confirmed')")

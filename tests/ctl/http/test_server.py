@@ -84,7 +84,7 @@ def _read_until(end: socket.socket, wanted: bytes) -> bytes:
 
 @pytest.mark.parametrize("state", ["serving", "switching", "recovering", "parked", "stopping"])
 def test_health_is_well_whenever_the_model_is_there(shared: Site, state: str) -> None:
-    """Only loading is 503; every other state is told with 200."""
+    """Only loading is 503; every other state is answered with 200."""
     shared.session.state = state
     answer = shared.get("/health")
     assert (answer.status, answer.body) == (200, {"status": "ok" if state == "serving" else state})
@@ -238,7 +238,7 @@ def test_http_1_0_is_understood(shared: Site) -> None:
 
 
 def test_a_body_that_is_announced_is_waited_for(shared: Site) -> None:
-    """A client that asks whether it may send its body is told to, and one without its key is not."""
+    """A client that asks whether it may send its body is asked for it, and one without its key is not."""
     request = _request(ASKS, "Expect: 100-continue", "Connection: close")
     head, _, body = request.partition(b"\r\n\r\n")
     with shared.connect() as end:
