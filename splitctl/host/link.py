@@ -96,18 +96,15 @@ class WorkerLink:
 
     def send(self, order: Order) -> None:
         """Send an order; it lies here until the worker takes it."""
-        if not self._ended.done():
-            self._worker.send_line(to_line(order, ORDERS))
+        self._worker.send_line(to_line(order, ORDERS))
 
     def expect(self, *, anything: bool, n_deadlines: float = 1.0) -> None:
         """Say whether it has work, and how many deadlines it may be silent over it."""
-        if not self._ended.done():
-            self._worker.expect(anything=anything, n_deadlines=n_deadlines)
+        self._worker.expect(anything=anything, n_deadlines=n_deadlines)
 
     def cancel(self) -> None:
         """Ask it to end the switch or load under way."""
-        if not self._ended.done():
-            self._worker.cancel()
+        self._worker.cancel()
 
     def kill(self) -> None:
         """End it at once, stopped or not."""

@@ -118,13 +118,7 @@ class SessionFiles:
 
 
 def owner_of(model: Path, adapters: Sequence[AdapterFile], *, n_vocab: int, build: str) -> Owner:
-    """Read whose a carry would be, while all files are there.
-
-    Args:
-        model: the GGUF.
-        adapters: LoRA files.
-        n_vocab: tokens in the vocabulary, as the library says.
-        build: the library's build.
+    """Read whose a carry would be, while all files are there; vocabulary and build are those that the library says.
 
     Raises:
         BadModelFile: the model's file is not what it was.

@@ -17,14 +17,7 @@ class OrderFailed(SplitctlError):
     """The worker could not carry out an order, or was lost over it; the session is as it was."""
 
     def __init__(self, fault: Fault, name: str, message: str, body: dict[str, Any] | None = None) -> None:
-        """Build from the worker's answer.
-
-        Args:
-            fault: whose fault.
-            name: the error's class name.
-            message: one line for a person.
-            body: what is known besides.
-        """
+        """Build from the worker's answer; `name` is its error's class, `message` one line for a person."""
         self.fault = fault
         self.name = name
         self.message = message
@@ -73,11 +66,7 @@ class PendingOrders:
         return self._n_given
 
     def put(self, order: Tokenize | Switch | Check | Save | Restore, on_loss: OnLoss) -> asyncio.Future[Any]:
-        """Take an order that is to be sent.
-
-        Returns:
-            Its answer to be: the report, or OrderFailed.
-        """
+        """Take an order that is to be sent; gives its answer to be: the report, or OrderFailed."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         # Somebody who stopped waiting is no error.
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -92,11 +81,7 @@ class PendingOrders:
         return [one.order for one in unsent]
 
     def answer(self, number: int, report: object) -> None:
-        """Pass an answer on.
-
-        Raises:
-            ReportWrong: nobody waits for one of that number.
-        """
+        """Pass an answer on; raises ReportWrong where nobody waits for one of that number."""
         waiting = self._waiting.pop(number, None)
         if waiting is None or not waiting.is_sent:
             raise ReportWrong(f"an answer to order {number}, which nobody gave")

@@ -216,13 +216,8 @@ class Stream:
         self._events.put_nowait(done)
 
 
-_WHY = {
-    "eos": Why.EOS,
-    "length": Why.LENGTH,
-    "context": Why.CONTEXT,
-    "halted": Why.CANCELLED,
-    "error": Why.ERROR,
-}
+#: Why a worker says that a stream ended -> why it did.
+_WHY = {one.value: one for one in Why} | {"halted": Why.CANCELLED}
 
 
 class StreamTable:
@@ -236,13 +231,7 @@ class StreamTable:
     """
 
     def __init__(self, pending: PendingOrders, send: Callable[[Order], None], flush: Callable[[], None]) -> None:
-        """Begin without any.
-
-        Args:
-            pending: takes orders that have an answer.
-            send: gives an order to the worker.
-            flush: gives the worker what waits for it, if one serves.
-        """
+        """Begin without any; `send` gives the worker an order, `flush` all that waits for it, if one serves."""
         self.ledger = Ledger(0)
         self.had_progress = True
         self._pending = pending

@@ -17,6 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from splitctl.control.server import SessionService
 from splitctl.errors import SplitctlError
@@ -24,7 +25,7 @@ from splitctl.http.admin import Admin
 from splitctl.http.chat import Chat
 from splitctl.http.devices import Devices
 from splitctl.http.errors import ApiError, api_error
-from splitctl.http.guard import App, Guard
+from splitctl.http.guard import Guard
 from splitctl.http.intake import HttpLimits, Intake
 from splitctl.http.metrics import CONTENT_TYPE, Metrics
 from splitctl.ipc.wire import shown
@@ -65,7 +66,7 @@ class HttpConfig:
 
 def make_app(
     host: SessionService, config: HttpConfig, *, is_loopback: bool, log: Callable[[str], None]
-) -> tuple[App, Chat]:
+) -> tuple[ASGIApp, Chat]:
     """Put together all that a session answers over HTTP.
 
     Args:

@@ -23,16 +23,12 @@ from splitctl.ipc.jobs import Fault
 from splitctl.ipc.wire import MessageInvalid
 
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
     409: "conflict_error",
-    413: "invalid_request_error",
     429: "rate_limit_error",
-    431: "invalid_request_error",
     503: "unavailable_error",
 }
 
@@ -70,7 +66,7 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The object that OpenAI's clients read."""
-        kind = _TYPES.get(self.status, "server_error")
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:

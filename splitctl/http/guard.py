@@ -11,20 +11,15 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from splitctl.errors import SplitctlError
 from splitctl.http.errors import ApiError, api_error
 from splitctl.http.intake import MAX_HEAD_BYTES, head_too_long
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 #: What anybody who reaches the port may see: whether the server is up, and a page that asks for the key itself.
 OPEN_PATHS = frozenset({"/", "/health", "/v1/health", "/favicon.ico"})
@@ -40,7 +35,7 @@ class Guard:
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         *,
         api_keys: Sequence[str],
         hosts: Sequence[str],
@@ -72,7 +67,7 @@ class Guard:
             return
         started = False
 
-        async def watched(message: MutableMapping[str, Any]) -> None:
+        async def watched(message: Message) -> None:
             nonlocal started
             started = started or message["type"] == "http.response.start"
             await send(message)

@@ -7,8 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from starlette.responses import Response
-
-from splitctl.http.guard import Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 
 class EventStream(Response):

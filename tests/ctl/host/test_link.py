@@ -14,7 +14,7 @@ from splitctl.errors import DeadlineExceeded, WorkerLost
 from splitctl.host import link as links
 from splitctl.host.link import End, WorkerLink
 from splitctl.ipc.jobs import Failure, Fault, HostRequest, Progress, Result
-from splitctl.ipc.orders import Alive, Close, Opened, Report, StageReached, Trial, WorkerEvent
+from splitctl.ipc.orders import Alive, Opened, Report, StageReached, Trial, WorkerEvent
 from splitctl.ipc.wire import MessageInvalid
 from tests.ctl.hosting import GUARD_S, LAYER
 
@@ -128,15 +128,6 @@ def test_reports_come_in_order_and_say_what_is_done(monkeypatch: pytest.MonkeyPa
     assert reports == said
     assert link.is_open
     assert link._worker.doing == ["serving", "placing", "serving"]  # type: ignore[attr-defined]
-
-
-def test_one_that_is_gone_takes_no_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Orders for the dead go nowhere."""
-    link, _, _ = _followed(monkeypatch, Result({}))
-    link.send(Close())
-    link.cancel()
-    link.expect(anything=True)
-    assert link._worker.lines == []  # type: ignore[attr-defined]
 
 
 def test_one_that_does_not_close_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
