@@ -1,4 +1,4 @@
-"""Asks the probe: from the file of verdicts where it knows, else from a child that may die of the answer."""
+"""Gives the verdict on a placement: from the file of verdicts, else from a trial in a child, which may die of it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 import platformdirs
 
 from splitctl.errors import Cancelled, DeadlineExceeded, WorkerLost
-from splitctl.ipc.jobs import Failure, Fault, ProbeRequest, Result
-from splitctl.ipc.process import WorkerProcess
+from splitctl.ipc.jobs import Failure, Fault, ProbeRequest
+from splitctl.ipc.process import run_job
 from splitctl.model.facts import ModelFacts
 from splitctl.placement import Placement
 from splitctl.probing import ProbeKey, ProbeVerdict, Verdict, VerdictCache, verdict_of_death
 
-#: A try that says nothing for so long hangs [seconds]; a step of it is a load, or a few tokens.
+#: A trial that says nothing for so long hangs [seconds]; a step of it is a load, or a few tokens.
 DEADLINE_S = 300.0
 
 
@@ -35,11 +35,11 @@ class Prober:
     Attributes:
         library: the library file that the session uses.
         env: the environment of the children.
-        cache: the file of verdicts, or None to try every time.
+        cache: the file of verdicts; None: a trial every time.
         device_names: the devices behind a placement that names none.
-        rpc: RPC servers, HOST:PORT each. One that serves this process answers no child: what may be needed is to be
-            asked before a model is placed.
-        is_cancelled: asked all the while a child runs, a silent one too; a cancelled try gives INCONCLUSIVE.
+        rpc: RPC servers, HOST:PORT each. One that serves this process answers no child: run the trials that may be
+            needed before a model is placed.
+        is_cancelled: asked all the while a child runs, a silent one too; a cancelled trial gives INCONCLUSIVE.
         deadline_s: longest silence of a child, seconds.
     """
 
@@ -70,12 +70,12 @@ class Prober:
             try:
                 self.cache.put(self._key(placement, facts), fresh)
             except OSError:
-                # A full or read-only cache folder costs another try next time, and is no reason to refuse a switch.
+                # A full or read-only cache folder costs another trial next time, and is no reason to refuse a switch.
                 return fresh
         return fresh
 
     def known(self, placement: Placement, facts: ModelFacts) -> ProbeVerdict | None:
-        """Give what is remembered of a placement, from a try or from `verify`.
+        """Give what is remembered of a placement, from a trial or from `verify`.
 
         Args:
             placement: the placement.
@@ -91,21 +91,19 @@ class Prober:
         return ProbeKey.of(self.library, facts, placement, self.device_names, self.rpc)
 
     def _try(self, model_path: Path, placement: Placement) -> ProbeVerdict:
-        """Run the try in a child."""
-        with WorkerProcess(ProbeRequest(model_path, self.library, placement, self.rpc), env=self.env) as worker:
-            try:
-                for event in worker.events(deadline_s=self.deadline_s, is_cancelled=self.is_cancelled):
-                    match event:
-                        case Result():
-                            return ProbeVerdict.from_json(event.body)
-                        case Failure(fault=Fault.CANCELLED | Fault.LIBRARY | Fault.CONFIG):
-                            return ProbeVerdict(Verdict.INCONCLUSIVE, event.message)
-                        case Failure():
-                            return ProbeVerdict(Verdict.FAILS, event.message)
-            except Cancelled:
-                return ProbeVerdict(Verdict.INCONCLUSIVE, "the try was cancelled")
-            except WorkerLost as error:
-                return verdict_of_death(error.how, worker.stage, error.log_tail)
-            except DeadlineExceeded as error:
-                return ProbeVerdict(Verdict.DIES, f"it hangs: {error}")
-        return ProbeVerdict(Verdict.INCONCLUSIVE, "the try ended without an answer")
+        """Run the trial in a child."""
+        request = ProbeRequest(model_path, self.library, placement, self.rpc)
+        try:
+            end = run_job(request, env=self.env, deadline_s=self.deadline_s, is_cancelled=self.is_cancelled)
+        except Cancelled:
+            return ProbeVerdict(Verdict.INCONCLUSIVE, "the try was cancelled")
+        match end.error:
+            case WorkerLost() as lost:
+                return verdict_of_death(lost.how, end.stage, lost.log_tail)
+            case DeadlineExceeded() as lost:
+                return ProbeVerdict(Verdict.DIES, f"it hangs: {lost}")
+            case Failure(fault=Fault.CANCELLED | Fault.LIBRARY | Fault.CONFIG) as failure:
+                return ProbeVerdict(Verdict.INCONCLUSIVE, failure.message)
+            case Failure() as failure:
+                return ProbeVerdict(Verdict.FAILS, failure.message)
+        return ProbeVerdict.from_json(end.body)

@@ -20,13 +20,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from splitctl.errors import Cancelled, DeadlineExceeded, WorkerLost
 from splitctl.ipc import jobs
-from splitctl.ipc.jobs import Failure, JobRequest, Progress, Result
+from splitctl.ipc.jobs import Failure, JobRequest, Partial, Progress, Result
 from splitctl.ipc.orders import EVENTS, WorkerEvent
 from splitctl.ipc.wire import MessageInvalid, from_line, to_line
 from splitctl.last_words import how_it_ended
@@ -358,6 +359,67 @@ class WorkerProcess:
         if self._killed and self._cancelled:
             how = "killed by the second interrupt"
         return WorkerLost(self.pid, f"{how} while {self._stage}", self.tail)
+
+
+@dataclass(slots=True)
+class JobEnd:
+    """How a job in a child process ended.
+
+    Attributes:
+        body: the result, or as much of it as the child sent.
+        error: what the child says went wrong, or how it died or hung; None where it gave a result.
+        stage: what the child was doing last.
+        tail: the last lines that it and the library printed.
+    """
+
+    body: dict[str, Any] = field(default_factory=dict)
+    error: Failure | WorkerLost | DeadlineExceeded | None = None
+    stage: str = ""
+    tail: tuple[str, ...] = ()
+
+
+def run_job(
+    request: JobRequest,
+    *,
+    env: Mapping[str, str],
+    deadline_s: float,
+    is_cancelled: Callable[[], bool] | None = None,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_output: Callable[[str], None] | None = None,
+) -> JobEnd:
+    """Run a job in a child process, which may die of it, and wait for its end.
+
+    Args:
+        request: what to do.
+        env: the child's environment.
+        deadline_s: longest silence of the child, seconds.
+        is_cancelled: asked all the while; the child is killed at the first yes.
+        on_progress: called with every Progress.
+        on_output: called with every line that the child or the library prints.
+
+    Returns:
+        How it ended.
+
+    Raises:
+        Cancelled: `is_cancelled` said so.
+        MessageInvalid: the child said something that is no event.
+        OSError: the system starts no more processes.
+    """
+    end = JobEnd()
+    with WorkerProcess(request, env=env, on_output=on_output) as worker:
+        try:
+            for event in worker.events(deadline_s=deadline_s, is_cancelled=is_cancelled):
+                match event:
+                    case Progress():
+                        on_progress(event)
+                    case Partial() | Result():
+                        end.body.update(event.body)
+                    case Failure():
+                        end.error = event
+        except (WorkerLost, DeadlineExceeded) as error:
+            end.error = error
+        end.stage, end.tail = worker.stage, worker.tail
+    return end
 
 
 def _child_env(env: Mapping[str, str]) -> dict[str, str]:

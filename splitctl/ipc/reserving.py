@@ -1,4 +1,4 @@
-"""Asks a library what it would allocate: in a child, which may die of the answer."""
+"""Asks a library what it would allocate, in a child, which may die of it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from splitctl.errors import DeadlineExceeded, SplitctlError, WorkerLost
-from splitctl.ipc.jobs import Failure, Fault, Partial, ReserveRequest, Result
-from splitctl.ipc.process import WorkerProcess
+from splitctl.ipc.jobs import Failure, Fault, ReserveRequest
+from splitctl.ipc.process import run_job
 from splitctl.last_words import telling_line
 from splitctl.placement import Placement
 from splitctl.planning.reservation import Reservation
@@ -83,33 +83,24 @@ class Reserver:
         Raises:
             LibraryMissing: no library can be used.
         """
-        library: Mapping[str, Any] = {}
         why = ""
-        found: tuple[Reservation, ...] = ()
         request = ReserveRequest(self.model, self.library, placement, tuple(sizes), self.rpc)
-        with WorkerProcess(request, env=self.env) as worker:
-            try:
-                for event in worker.events(deadline_s=self.deadline_s):
-                    match event:
-                        case Partial():
-                            library = event.body["library"]
-                        case Result():
-                            library = event.body["library"]
-                            found = tuple(Reservation.from_json(one) for one in event.body["reservations"])
-                        case Failure():
-                            if not library:
-                                raise LibraryMissing(event.name, event.message)
-                            why = (
-                                event.message if event.fault is not Fault.INTERNAL else f"{event.name}: {event.message}"
-                            )
-            except WorkerLost as error:
-                why = f"the dry run {error.how}: {telling_line(error.log_tail) or 'it said nothing'}"
-            except DeadlineExceeded as error:
-                why = f"the dry run hangs: {error}"
+        end = run_job(request, env=self.env, deadline_s=self.deadline_s)
+        library: Mapping[str, Any] = end.body.get("library", {})
+        match end.error:
+            case WorkerLost() as lost:
+                why = f"the dry run {lost.how}: {telling_line(lost.log_tail) or 'it said nothing'}"
+            case DeadlineExceeded() as lost:
+                why = f"the dry run hangs: {lost}"
+            case Failure() as failure if not library:
+                raise LibraryMissing(failure.name, failure.message)
+            case Failure(Fault.INTERNAL, name, message):
+                why = f"{name}: {message}"
+            case Failure() as failure:
+                why = failure.message
         if not library:
-            raise LibraryMissing(
-                "WorkerLost", f"{why or 'the child gave no answer'}; splitctl doctor shows the library"
-            )
+            raise LibraryMissing("WorkerLost", f"{why}; splitctl doctor shows the library")
+        found = tuple(Reservation.from_json(one) for one in end.body["reservations"])
         if sizes and not library["can_reserve"]:
             why = f"{library['version']} cannot plan without loading"
         elif len(found) < len(sizes) and not why:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from splitctl.errors import Cancelled, DeadlineExceeded, WorkerLost
-from splitctl.ipc.jobs import Failure, Fault, Partial, Progress, Result, VerifyRequest
-from splitctl.ipc.process import WorkerProcess
+from splitctl.ipc.jobs import Failure, Fault, Progress, VerifyRequest
+from splitctl.ipc.process import run_job
 from splitctl.last_words import telling_line
 from splitctl.model.facts import ModelFacts
 from splitctl.outcome import to_plain
@@ -146,27 +146,29 @@ class Verifier:
             keep=files.keep,
         )  # fmt: skip
         started = time.monotonic()
-        with WorkerProcess(request, env=self.env, on_output=self.on_output) as worker:
-            try:
-                for event in worker.events(deadline_s=what.deadline_s, is_cancelled=self.is_cancelled):
-                    match event:
-                        case Progress():
-                            share = (number + (event.done or 0.0)) / len(what.cells)
-                            self.on_progress(Progress(f"{stage}, {event.stage}", share))
-                        case Partial() | Result():
-                            report.library = event.body.pop("library", report.library)
-                            found.update(event.body)
-                        case Failure(fault=Fault.CANCELLED):
-                            raise Cancelled(cell.label())
-                        case Failure() if number == 0:
-                            report.failure = event
-                        case Failure():
-                            end = {"by": "return", "function": event.name, "code": None, "said": event.message}
-                            found |= {"verdict": Verdict.FAILS.value, "why": event.message, "end": end}
-            except WorkerLost as error:
-                found |= _death(error, worker.stage)
-            except DeadlineExceeded as error:
-                found |= _hang(error, worker.stage, worker.tail)
+
+        def on_progress(event: Progress) -> None:
+            share = (number + (event.done or 0.0)) / len(what.cells)
+            self.on_progress(Progress(f"{stage}, {event.stage}", share))
+
+        end = run_job(
+            request, env=self.env, deadline_s=what.deadline_s, is_cancelled=self.is_cancelled, on_progress=on_progress,
+            on_output=self.on_output,
+        )  # fmt: skip
+        report.library = end.body.pop("library", report.library)
+        found |= end.body
+        match end.error:
+            case WorkerLost() as lost:
+                found |= _death(lost, end.stage)
+            case DeadlineExceeded() as lost:
+                found |= _hang(lost, end.stage, end.tail)
+            case Failure(fault=Fault.CANCELLED):
+                raise Cancelled(cell.label())
+            case Failure() as failure if number == 0:
+                report.failure = failure
+            case Failure(_, name, message):
+                how = {"by": "return", "function": name, "code": None, "said": message}
+                found |= {"verdict": Verdict.FAILS.value, "why": message, "end": how}
         found["seconds"] = time.monotonic() - started
         return found
 
