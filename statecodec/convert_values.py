@@ -95,7 +95,7 @@ def _transposed(stream: KvStream, *, v_trans: bool) -> KvStream:
     for layer in stream.values:
         if isinstance(layer, Columns):
             data = as_bytes(turned(layer.values()))
-            values.append(Rows(layer.offset, layer.kind, layer.n_values * layer.element_bytes, data))
+            values.append(Rows(layer.offset, layer.kind, layer.row_bytes, data))
         elif TYPE_TABLE[layer.kind].is_quantized:
             found, wanted = f"{layer.kind.name} rows", "transposed V, which holds single values"
             raise NotRepresentable("V", found, wanted, "Convert V to f16 first.")

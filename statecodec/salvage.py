@@ -239,7 +239,7 @@ def _n_whole(stream: KvStream) -> int:
         return len(stream.cells)
     layer = layers[-1]
     if isinstance(layer, Columns):
-        is_whole = len(layer.data) == layer.n_values * layer.element_bytes * len(stream.cells)
+        is_whole = len(layer.data) == layer.row_bytes * len(stream.cells)
         return len(stream.cells) if is_whole else 0
     return len(layer.data) // layer.row_bytes
 

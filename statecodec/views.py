@@ -145,6 +145,11 @@ class Columns:
         """Bytes of one value."""
         return TYPE_TABLE[self.kind].block_bytes
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of all values of one cell."""
+        return self.n_values * self.element_bytes
+
     def values(self) -> npt.NDArray[Any]:
         """The values; float32, float16, or uint16 for bfloat16 bits; shape [n_values, n_cells], read-only."""
         return np.frombuffer(self.data, dtype=_PLAIN_DTYPES[self.kind]).reshape(self.n_values, -1)

@@ -16,8 +16,10 @@ from rich.console import Console
 from splitctl.carry.durable import replacing
 from splitctl.cli.options import (
     MODE,
+    Parsed,
     json_option,
     library_option,
+    model_option,
     placement_options,
     rpc_option,
     verbose_option,
@@ -43,6 +45,7 @@ from splitctl.planning.survey import (
     need_json,
     sizes_to_ask,
     switch_json,
+    with_chunk,
 )
 from splitctl.switching import rules
 from splitctl.switching.rule_inputs import BuildFacts, Finding, HostFacts, SessionFacts
@@ -53,44 +56,30 @@ _MAX_CHUNK = 4096
 _MODES = (SplitMode.NONE, SplitMode.LAYER, SplitMode.TENSOR)
 
 
-class FreeMemory(click.ParamType[Mapping[str, int]]):
-    """Free memory of devices, by name."""
-
-    name = "DEVICE=GiB,..."
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Mapping[str, int]:
-        """Read the pairs; "host" stands for the host."""
-        if isinstance(value, Mapping):
-            return value
-        found: dict[str, int] = {}
-        for part in str(value).split(","):
-            name, _, size = part.strip().rpartition("=")
-            try:
-                gib = float(size)
-            except ValueError:
-                gib = -1.0
-            if not name or not 0 <= gib < 1 << 20:
-                self.fail(f"{part!r} is not DEVICE=GiB, such as CUDA0=11.5 or host=32", param, ctx)
-            found[name] = int(gib * _GIB)
-        return found
-
-
-class Chunks(click.ParamType[int]):
-    """A number of tokens, or auto."""
-
-    name = "N|auto"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Read it; auto is 0."""
-        if value == "auto":
-            return 0
+def _free(text: str) -> Mapping[str, int]:
+    """Read free memory of devices by name, bytes; "host" stands for the host."""
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.strip().rpartition("=")
         try:
-            tokens = int(value)
+            gib = float(size)
         except ValueError:
-            tokens = -1
-        if not 0 <= tokens < 1 << 31:
-            self.fail(f"{value!r} is not a number of tokens or auto", param, ctx)
-        return tokens
+            gib = -1.0
+        if not name or not 0 <= gib < 1 << 20:
+            raise ValueError(f"{part!r} is not DEVICE=GiB, such as CUDA0=11.5 or host=32")
+        found[name] = int(gib * _GIB)
+    return found
+
+
+def _chunk(text: str) -> int:
+    """Read a number of tokens; auto is 0."""
+    try:
+        tokens = 0 if text == "auto" else int(text)
+    except ValueError:
+        tokens = -1
+    if not 0 <= tokens < 1 << 31:
+        raise ValueError(f"{text!r} is not a number of tokens or auto")
+    return tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,24 +89,19 @@ class _Asked:
     generate: Placement
     prompt: Placement
     known: Known
-    version: str
-    max_devices: int
+    build: BuildFacts
     unsaid: Mapping[SplitMode, str]
 
 
 @click.command()
+@model_option
+@click.option("-psm", "--prompt-split-mode", "prompt_mode", type=MODE, help="Split mode of the prompt.")
 @click.option(
-    "-m", "--model", type=click.Path(path_type=Path), envvar="LLAMA_ARG_MODEL", required=True, help="The GGUF file."
-)
-@click.option(
-    "-psm", "--prompt-split-mode", "prompt_mode", type=MODE, help="Split mode of the prompt."
-)
-@click.option(
-    "--free", type=FreeMemory(), default=None, metavar="DEVICE=GiB,...",
+    "--free", type=Parsed("DEVICE=GiB,...", _free), default=None,
     help="Free memory to plan with, instead of what the library says; a device that is not here may be named too.",
 )  # fmt: skip
 @click.option(
-    "--ubatch", "chunk", type=Chunks(), default=None, metavar="[N|auto]",
+    "--ubatch", "chunk", type=Parsed("[N|auto]", _chunk), default=None,
     help="Micro-batch of the prompt; auto finds the largest that every device can lend.",
 )  # fmt: skip
 @click.option(
@@ -154,23 +138,25 @@ def plan(
             return screen.fail(type(error).__name__, str(error), ExitCode.FAILED)
         except LibraryMissing as error:
             return screen.fail(error.kind, str(error), ExitCode.FAILED)
-    answers = [_answer(asked, mode) for mode in _modes(asked)]
+    answers = [_answer(asked, mode) for mode in dict.fromkeys((*_MODES, asked.generate.mode, asked.prompt.mode))]
     found = answer_chunk(asked.known, asked.prompt, _MAX_CHUNK) if chunk == 0 else None
     if found is not None and not found.refused:
-        asked = dataclasses.replace(asked, prompt=_with_chunk(asked.prompt, found.n_ubatch))
+        asked = dataclasses.replace(asked, prompt=with_chunk(asked.prompt, found.n_ubatch))
     switch = _switch(asked, answers)
     code = _code(asked, answers, switch if prompt_mode is not None else None, found)
     everything: list[ModeAnswer | SwitchAnswer] = [*answers, *([switch] if switch is not None else [])]
     if plot is not None and picture is not None:
         try:
-            _draw(plot, picture(f"{facts.name} -c {answers[0].plan.n_ctx}", everything, asked.known.machine))
+            data = picture(f"{facts.name} -c {answers[0].plan.n_ctx}", everything, asked.known.devices)
+            with replacing(plot, len(data)) as temporary:
+                temporary.write_bytes(data)
         except OSError as error:
             message = f"the picture cannot be written to {plot}: {error.strerror or error}; name another file"
             return Screen(as_json=as_json).fail(type(error).__name__, message, ExitCode.FAILED)
     if as_json:
         print_json(_body(asked, answers, switch, found, code))
     else:
-        show(Console(file=sys.stdout, highlight=False, soft_wrap=True), everything, asked.known.machine, found)
+        show(Console(file=sys.stdout, highlight=False, soft_wrap=True), everything, asked.known.devices, found)
     return code
 
 
@@ -184,12 +170,6 @@ def _picture() -> Callable[[str, Sequence[ModeAnswer | SwitchAnswer], Sequence[D
     return picture
 
 
-def _draw(path: Path, data: bytes) -> None:
-    """Put a file in its place, whole or not at all."""
-    with replacing(path, len(data)) as temporary:
-        temporary.write_bytes(data)
-
-
 def _gather(
     facts: ModelFacts,
     placement: Placement,
@@ -200,12 +180,12 @@ def _gather(
 ) -> _Asked:
     """Ask the library for its devices and, mode by mode, for what it would take."""
     told = reserver(placement).library
-    machine = _machine(told, free, placement)
+    devices = _devices(told, free, placement)
     prompt = dataclasses.replace(placement, mode=prompt_mode or placement.mode)
     if prompt_mode is not None and prompt_mode is not placement.mode:
         prompt = dataclasses.replace(prompt, tensor_split=None)
     if chunk:
-        prompt = _with_chunk(prompt, chunk)
+        prompt = with_chunk(prompt, chunk)
     real = {device["name"] for device in told["devices"]}
     reservations: dict[SplitMode, Sequence[Reservation]] = {}
     unsaid: dict[SplitMode, str] = {}
@@ -216,17 +196,17 @@ def _gather(
         if not set(target.devices) <= real:
             unsaid[mode] = f"{', '.join(sorted(set(target.devices) - real))} is not here to be asked"
             continue
-        if rules.refused(_findings(target, facts, build, machine)):
+        if rules.refused(_findings(target, facts, build, devices)):
             unsaid[mode] = "the mode is refused"
             continue
         answer = reserver(target, sizes_to_ask(target, facts, batches))
         reservations[mode] = answer.reservations
         unsaid[mode] = answer.why
-    known = Known(facts, machine, reservations)
-    return _Asked(placement, prompt, known, build.version, build.max_devices, unsaid)
+    known = Known(facts, devices, reservations)
+    return _Asked(placement, prompt, known, build, unsaid)
 
 
-def _machine(told: Mapping[str, Any], free: Mapping[str, int], placement: Placement) -> tuple[DeviceFacts, ...]:
+def _devices(told: Mapping[str, Any], free: Mapping[str, int], placement: Placement) -> tuple[DeviceFacts, ...]:
     """Put the devices together: those that are there, and those that are only named.
 
     NCCL takes real devices alone.  Source: ggml_backend_cuda_comm_init_nccl in ggml-cuda.cu.
@@ -258,29 +238,18 @@ def _in_mode(placement: Placement, mode: SplitMode) -> Placement:
     return dataclasses.replace(placement, mode=mode, tensor_split=split)
 
 
-def _with_chunk(placement: Placement, tokens: int) -> Placement:
-    """Give a placement another micro-batch, and a batch that holds it."""
-    return dataclasses.replace(placement, n_ubatch=tokens, n_batch=max(placement.n_batch, tokens))
-
-
 def _findings(
-    target: Placement, facts: ModelFacts, build: BuildFacts, machine: Sequence[DeviceFacts]
+    target: Placement, facts: ModelFacts, build: BuildFacts, devices: Sequence[DeviceFacts]
 ) -> tuple[Finding, ...]:
     """Ask the rules."""
-    host = HostFacts({device.name: device.kind for device in machine if device.name != "host"})
+    host = HostFacts({device.name: device.kind for device in devices if device.name != "host"})
     return rules.check(None, target, facts, build, host, SessionFacts(tokens={}))
-
-
-def _modes(asked: _Asked) -> tuple[SplitMode, ...]:
-    """Tell which modes are answered for."""
-    return tuple(dict.fromkeys((*_MODES, asked.generate.mode, asked.prompt.mode)))
 
 
 def _answer(asked: _Asked, mode: SplitMode) -> ModeAnswer:
     """Answer for a mode, the rules included."""
     target = _in_mode(asked.generate, mode)
-    build = BuildFacts(asked.version, max_devices=asked.max_devices)
-    findings = _findings(target, asked.known.facts, build, asked.known.machine)
+    findings = _findings(target, asked.known.facts, asked.build, asked.known.devices)
     warnings = tuple(finding.reason for finding in findings if not finding.blocking)
     return dataclasses.replace(
         answer_mode(asked.known, target),
@@ -317,10 +286,10 @@ def _body(
     body: dict[str, Any] = {
         "model": str(asked.known.facts.path),
         "architecture": asked.known.facts.architecture,
-        "build": asked.version,
+        "build": asked.build.version,
         "mode": asked.generate.mode.value,
         "prompt_mode": asked.prompt.mode.value,
-        "machine": [dataclasses.asdict(device) for device in asked.known.machine],
+        "machine": [dataclasses.asdict(device) for device in asked.known.devices],
         "modes": {answer.plan.placement.mode.value: mode_json(answer) for answer in answers},
         "switch": switch_json(switch) if switch is not None else None,
         "ubatch": None,

@@ -47,16 +47,7 @@ class Bar:
 
 
 def bars_png(title: str, legend: Sequence[tuple[Color, str]], bars: Sequence[Bar]) -> bytes:
-    """Draw bars.
-
-    Args:
-        title: on top.
-        legend: colors and what they stand for.
-        bars: from top to bottom.
-
-    Returns:
-        The bytes of a PNG file.
-    """
+    """Draw bars from top to bottom below a title and a legend; returns a PNG file."""
     image = Image.new("RGB", (_LEFT + _BAR + _RIGHT, _TOP + 30 + _ROW * len(bars)), _PAPER)
     draw, font = ImageDraw.Draw(image), ImageFont.load_default(_FONT)
     draw.text((10, 10), title, _INK, font)
@@ -81,16 +72,7 @@ def bars_png(title: str, legend: Sequence[tuple[Color, str]], bars: Sequence[Bar
 
 
 def picture(title: str, answers: Sequence[ModeAnswer | SwitchAnswer], devices: Sequence[DeviceFacts]) -> bytes:
-    """Draw a plan.
-
-    Args:
-        title: on top.
-        answers: modes and the switch.
-        devices: for what is free on them.
-
-    Returns:
-        A PNG file.
-    """
+    """Draw a plan as a PNG file: modes and the switch, and what is free on devices."""
     shares = [(answer, label, share) for answer in answers for label, share in rows(answer)]
     whole = max((share.total for _, _, share in shares), default=1)
     bars = []

@@ -76,14 +76,7 @@ def show(
     devices: Sequence[DeviceFacts],
     chunk: Chunk | None,
 ) -> None:
-    """Write a plan.
-
-    Args:
-        console: where.
-        answers: modes and the switch.
-        devices: for what is free on them.
-        chunk: the largest prompt chunk, where it was asked for.
-    """
+    """Write a plan: its modes and the switch, what is free on devices, and the prompt chunk where it was asked for."""
     legend = Text()
     for name, char, style in PARTS:
         legend.append(f"{char} {name}  ", style)
@@ -107,14 +100,7 @@ def show(
 
 
 def chunk_text(chunk: Chunk) -> str:
-    """Say the largest prompt chunk.
-
-    Args:
-        chunk: it.
-
-    Returns:
-        One sentence, with both numbers where it is refused.
-    """
+    """Say the largest prompt chunk, with both numbers where it is refused."""
     if chunk.refused:
         why = chunk.limited_by.text if chunk.limited_by else ""
         return (

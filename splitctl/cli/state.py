@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rich.table import Table
 import statecodec
 from splitctl.carry import file as carries
 from splitctl.cli import state_convert, state_text
-from splitctl.cli.options import json_option
+from splitctl.cli.options import Parsed, json_option
 from splitctl.cli.output import ExitCode, Screen, error_body, one_line, print_json
 from splitctl.cli.state_convert import Wanted
 from splitctl.cli.state_diff import Comparison, compare
@@ -42,48 +43,41 @@ _model = click.option(
 _FAULTS = (StateCodecError, SplitctlError, OSError)
 
 
-class Streams(click.ParamType[int]):
-    """A number of streams, or `unified`."""
-
-    name = "unified|N"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Read the number; unified is one."""
-        if value == "unified":
-            return 1
-        if str(value).isdecimal() and 1 <= int(value) <= 256:
-            return int(value)
-        return self.fail(f"{value!r} is not unified or a number from 1 to 256", param, ctx)
+def _streams(text: str) -> int:
+    """Read a number of streams; `unified` is one."""
+    if text == "unified":
+        return 1
+    if text.isdecimal() and 1 <= int(text) <= 256:
+        return int(text)
+    raise ValueError(f"{text!r} is not unified or a number from 1 to 256")
 
 
-class Blocks(click.ParamType[Rotation]):
-    """Hadamard blocks of K and V."""
-
-    name = "K,V"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Rotation:
-        """Read one number for both, or two."""
-        words = str(value).split(",")
-        if len(words) <= 2 and all(word.isdecimal() for word in words):
-            blocks = [int(word) for word in words]
-            if all(block == 0 or (block <= 1 << 16 and block & (block - 1) == 0) for block in blocks):
-                return Rotation(blocks[0], blocks[-1])
-        return self.fail(f"{value!r} is not one or two powers of two (0: not rotated), for example 64,64", param, ctx)
+def _blocks(text: str) -> Rotation:
+    """Read Hadamard blocks of K and V: one number for both, or two."""
+    words = text.split(",")
+    if len(words) <= 2 and all(word.isdecimal() for word in words):
+        blocks = [int(word) for word in words]
+        if all(block == 0 or (block <= 1 << 16 and block & (block - 1) == 0) for block in blocks):
+            return Rotation(blocks[0], blocks[-1])
+    raise ValueError(f"{text!r} is not one or two powers of two (0: not rotated), for example 64,64")
 
 
-class Renumbering(click.ParamType[dict[int, int]]):
-    """Old and new ids of sequences."""
+def _renumbering(text: str) -> dict[int, int]:
+    """Read pairs of old and new ids."""
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    is_whole = all(old.isdecimal() and new.isdecimal() for old, _, new in pairs)
+    if is_whole and len({old for old, _, _ in pairs}) == len(pairs):
+        return {int(old): int(new) for old, _, new in pairs}
+    raise ValueError(f"{text!r} is not pairs of ids, for example 0=2,1=0")
 
-    name = "OLD=NEW,..."
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[int, int]:
-        """Read pairs separated by commas."""
-        pairs = [pair.partition("=") for pair in str(value).split(",")]
-        if all(old.isdecimal() and new.isdecimal() for old, _, new in pairs) and len({p[0] for p in pairs}) == len(
-            pairs
-        ):
-            return {int(old): int(new) for old, _, new in pairs}
-        return self.fail(f"{value!r} is not pairs of ids, for example 0=2,1=0", param, ctx)
+def _read_by(read: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """Turn the word of a choice into a value; one that is not given stays None."""
+    return lambda _context, _option, word: None if word is None else read(word)
+
+
+_STREAMS, _BLOCKS = Parsed("unified|N", _streams), Parsed("K,V", _blocks)
+_KIND = _read_by(lambda name: TensorType[name.upper()])
 
 
 @click.group()
@@ -127,7 +121,7 @@ def validate(*, files: tuple[Path, ...], model: Path | None, as_json: bool) -> i
 
 
 def _each(paths: Sequence[Path], model: Path | None, look: Any, *, as_json: bool) -> ExitCode:
-    """Look at files one by one and tell what is wrong with each."""
+    """Look at files one by one and report what is wrong with each."""
     bodies: list[dict[str, Any]] = []
     failures: list[tuple[str, str]] = []
     with Screen(as_json=as_json) as screen:
@@ -181,6 +175,12 @@ def _error(error: Exception) -> dict[str, Any]:
     return body
 
 
+def _failed(screen: Screen, path: Path, error: Exception, *, about: Path) -> ExitCode:
+    """Report what is wrong with one file, and end."""
+    more = {"files": [{"file": str(path), "error": _error(error)}]}
+    return screen.fail(type(error).__name__, _message(about, error), ExitCode.FAILED, more)
+
+
 def _short(image: StateImage) -> str:
     cells = ", ".join(
         f"{section.kind.value} {'' if section.n_cells is None else f'{section.n_cells} cells'}".strip()
@@ -209,34 +209,45 @@ def _show(rows: list[tuple[str, str]]) -> None:
 @_files
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, metavar="OUT", help="The file to write.")
 @click.option("--force", is_flag=True, help="Replace OUT if it is there, even if it is the input.")
-@click.option("--to-version", type=click.Choice(["9", "10", "11"]), help="Session version (sequence version 2, 3, 4).")
-@click.option("--flash-attn", type=click.Choice(["on", "off"]), help="For a context with flash attention, or without.")
-@click.option("--type-k", type=click.Choice(KV_TYPES), help="Type of K.")
-@click.option("--type-v", type=click.Choice(KV_TYPES), help="Type of V.")
-@click.option("--streams", type=Streams(), help="One stream for all sequences, or one for each of N.")
-@click.option("--rotation", type=Blocks(), help="Hadamard blocks that the rows are to have; 0: not rotated.")
-@click.option("--source-rotation", type=Blocks(), help="Those that they have, where the bytes do not say.")
+@click.option(
+    "--to-version", "version", type=click.Choice(["9", "10", "11"]), callback=_read_by(int),
+    help="Session version (sequence version 2, 3, 4).",
+)  # fmt: skip
+@click.option(
+    "--flash-attn", type=click.Choice(["on", "off"]), callback=_read_by("on".__eq__),
+    help="For a context with flash attention, or without.",
+)  # fmt: skip
+@click.option("--type-k", type=click.Choice(KV_TYPES), callback=_KIND, help="Type of K.")
+@click.option("--type-v", type=click.Choice(KV_TYPES), callback=_KIND, help="Type of V.")
+@click.option("--streams", "n_stream", type=_STREAMS, help="One stream for all sequences, or one for each of N.")
+@click.option("--rotation", type=_BLOCKS, help="Hadamard blocks that the rows are to have; 0: not rotated.")
+@click.option("--source-rotation", type=_BLOCKS, help="Those that they have, where the bytes do not say.")
 @click.option("--first", type=click.IntRange(0), metavar="N", help="Keep the positions below N.")
 @click.option("--cut-at-gap", is_flag=True, help="Keep what stands before the first missing position.")
 @click.option("--drop-tail", is_flag=True, help="Keep what is whole where the end is missing or damaged (--model).")
 @click.option("--extract", type=click.IntRange(0, 255), metavar="SEQ", help="Take one sequence out of a context.")
 @click.option("--merge", is_flag=True, help="Make the sequences of several files one context, numbered from 0.")
 @click.option("--architecture", metavar="NAME", help="What a merged context belongs to, unless --model says it.")
-@click.option("--renumber", type=Renumbering(), help="Give sequences other ids.")
-@click.option("--form", type=click.Choice(["blob", "file"]), help="A bare state, or one in a file with its tokens.")
+@click.option("--renumber", type=Parsed("OLD=NEW,...", _renumbering), help="Give sequences other ids.")
+@click.option(
+    "--form", "as_file", type=click.Choice(["blob", "file"]), callback=_read_by("file".__eq__),
+    help="A bare state, or one in a file with its tokens.",
+)  # fmt: skip
 @_model
 @json_option
 def convert(*, files: tuple[Path, ...], out: Path, force: bool, model: Path | None, as_json: bool, **given: Any) -> int:
     """Write a state as another context wants it, and say how exact that is."""
-    if len(files) > 1 and not given["merge"]:
+    wanted = Wanted(**given)
+    if len(files) > 1 and not wanted.merge:
         raise click.UsageError(f"one FILE is converted at a time, or several with --merge; given are {len(files)}")
-    if given["merge"] and given["extract"] is not None:
+    if wanted.merge and wanted.extract is not None:
         raise click.UsageError("--merge and --extract go opposite ways: give one of them")
     with Screen(as_json=as_json) as screen:
         try:
             facts = None if model is None else read_facts(model)
             _refuse_existing(files, out, force=force)
-            wanted = _wanted(given, facts)
+            if facts is not None and wanted.merge:
+                wanted = replace(wanted, architecture=facts.architecture)
             with contextlib.ExitStack() as stack:
                 opens = [stack.enter_context(opened(path)) for path in files]
                 if not wanted.is_anything and opens[0].carry is None:
@@ -245,9 +256,7 @@ def convert(*, files: tuple[Path, ...], out: Path, force: bool, model: Path | No
                 image = state_convert.convert(opens, images, wanted)
                 body = state_convert.answer(image, out, state_convert.write(image, out, opens))
         except _FAULTS as error:
-            about = out if isinstance(error, OSError) else files[0]
-            more = {"files": [{"file": str(files[0]), "error": _error(error)}]}
-            return screen.fail(type(error).__name__, _message(about, error), ExitCode.FAILED, more)
+            return _failed(screen, files[0], error, about=out if isinstance(error, OSError) else files[0])
     if as_json:
         print_json(body)
     else:
@@ -266,29 +275,6 @@ def _refuse_existing(files: Sequence[Path], out: Path, *, force: bool) -> None:
     is_input = any(path.exists() and path.samefile(out) for path in files)
     what = "is the input" if is_input else "is there already"
     raise click.UsageError(f"{out} {what}; name another file with -o, or replace it with --force")
-
-
-def _wanted(given: dict[str, Any], facts: ModelFacts | None) -> Wanted:
-    def kind(name: str | None) -> TensorType | None:
-        return None if name is None else TensorType[name.upper()]
-
-    return Wanted(
-        version=None if given["to_version"] is None else int(given["to_version"]),
-        flash_attn=None if given["flash_attn"] is None else given["flash_attn"] == "on",
-        type_k=kind(given["type_k"]),
-        type_v=kind(given["type_v"]),
-        n_stream=given["streams"],
-        source_rotation=given["source_rotation"],
-        rotation=given["rotation"],
-        first=given["first"],
-        cut_at_gap=given["cut_at_gap"],
-        drop_tail=given["drop_tail"],
-        extract=given["extract"],
-        merge=given["merge"],
-        architecture=facts.architecture if facts is not None and given["merge"] else given["architecture"],
-        renumber=given["renumber"],
-        as_file=None if given["form"] is None else given["form"] == "file",
-    )
 
 
 @state.command()
@@ -310,17 +296,16 @@ def diff(*, first: Path, second: Path, nmse: float, model: Path | None, as_json:
                 path = second
                 found = compare(image, _read(two, facts))
         except _FAULTS as error:
-            more = {"files": [{"file": str(path), "error": _error(error)}]}
-            return screen.fail(type(error).__name__, _message(path, error), ExitCode.FAILED, more)
+            return _failed(screen, path, error, about=path)
     code = ExitCode.DONE if found.is_same(nmse) else ExitCode.FAILED
     if as_json:
         print_json({"first": str(first), "second": str(second), **found.to_json(nmse)})
     else:
-        sys.stdout.write("\n".join(_told(found, nmse)) + "\n")
+        sys.stdout.write("\n".join(_lines(found, nmse)) + "\n")
     return code
 
 
-def _told(found: Comparison, limit: float) -> Iterator[str]:
+def _lines(found: Comparison, limit: float) -> Iterator[str]:
     yield "the same" if found.is_same(limit) else "different"
     for what, one, two in found.differences:
         yield f"  {what}: {one} | {two}"

@@ -7,6 +7,7 @@ older version last.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,15 +66,12 @@ class Wanted:
 
 
 def convert(files: Sequence[StateFile], images: Sequence[StateImage], wanted: Wanted) -> StateImage:
-    """Change a state.
+    """Change a state; its changes are listed in it.
 
     Args:
         files: where the states are; one, unless they are merged.
         images: the states.
         wanted: what is to become of them.
-
-    Returns:
-        The state, with its changes listed.
 
     Raises:
         statecodec.NotRepresentable: it cannot become that; the message says what to do.
@@ -124,10 +122,10 @@ def _rewritten(image: StateImage, wanted: Wanted) -> StateImage:
     """Version, V and types."""
     is_newer = wanted.version is not None and wanted.version >= max(image.versions, default=0)
     is_typed = wanted.type_k is not None or wanted.type_v is not None
-    if is_newer:
+    if wanted.version is not None and is_newer:
         # Where the bytes do not say how rows are rotated and no type changes, --rotation is what they are.
         told = wanted.source_rotation if is_typed else wanted.source_rotation or wanted.rotation
-        image = _versioned(image, wanted.version, told)
+        image = transcode.to_version(image, wanted.version, rotation=told)
     if wanted.flash_attn is True:
         image = transcode.to_v_trans(image, v_trans=False)
     if is_typed or (wanted.rotation is not None and {one.rotation for one in image.streams()} != {wanted.rotation}):
@@ -140,11 +138,9 @@ def _rewritten(image: StateImage, wanted: Wanted) -> StateImage:
         )
     if wanted.flash_attn is False:
         image = transcode.to_v_trans(image, v_trans=True)
-    return image if is_newer else _versioned(image, wanted.version, wanted.rotation or wanted.source_rotation)
-
-
-def _versioned(image: StateImage, version: int | None, rotation: Rotation | None) -> StateImage:
-    return image if version is None else transcode.to_version(image, version, rotation=rotation)
+    if wanted.version is None or is_newer:
+        return image
+    return transcode.to_version(image, wanted.version, rotation=wanted.rotation or wanted.source_rotation)
 
 
 def _formed(image: StateImage, wanted: Wanted, tokens: np.ndarray[Any, np.dtype[np.int32]] | None) -> StateImage:
@@ -160,15 +156,12 @@ def _formed(image: StateImage, wanted: Wanted, tokens: np.ndarray[Any, np.dtype[
 
 
 def write(image: StateImage, out: Path, sources: Sequence[StateFile]) -> int:
-    """Write a state, whole or not at all, and read it again before it is put in its place.
+    """Write a state, whole or not at all, and read it again before it is put in its place; returns its size, bytes.
 
     Args:
         image: the state.
         out: where; replaced if it is there.
         sources: the files that it was made from.
-
-    Returns:
-        Its size, in bytes.
 
     Raises:
         OSError: it is not safely in its place.
@@ -204,15 +197,7 @@ def answer(image: StateImage, out: Path, n_bytes: int) -> dict[str, Any]:
         "form": image.form.value,
         "layouts": sorted(layout.name for layout in image.layouts),
         "version_word": image.version_word,
-        "changes": [
-            {
-                "what": change.what,
-                "is_exact": change.is_exact,
-                "error_bound": change.error_bound,
-                "warnings": list(change.warnings),
-            }
-            for change in image.changes
-        ],
+        "changes": [dataclasses.asdict(change) for change in image.changes],
     }
 
 

@@ -21,10 +21,10 @@ from statecodec import (
     Cells,
     Columns,
     KvStream,
+    OpaqueSection,
     RecurrentLayer,
     RecurrentSection,
     Rows,
-    Section,
     StateImage,
     TensorType,
     rotated,
@@ -41,7 +41,7 @@ _Layers = tuple[Rows | Columns, ...]
 
 
 @dataclass(slots=True)
-class Error:
+class RowError:
     """The difference of rows so far, as sums over all of their values.
 
     Attributes:
@@ -64,7 +64,7 @@ class Error:
         ratio = self.squares / self.power if self.power else np.inf
         return float(ratio) if np.isfinite(ratio) else np.inf
 
-    def add(self, other: Error) -> None:
+    def add(self, other: RowError) -> None:
         """Count another one in."""
         self.squares += other.squares
         self.power += other.power
@@ -90,7 +90,7 @@ class Comparison:
     differences: list[tuple[str, Any, Any]] = field(default_factory=list)
     writings: list[tuple[str, Any, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    sections: list[dict[str, Error]] = field(default_factory=list)
+    sections: list[dict[str, RowError]] = field(default_factory=list)
     n_cells: list[int] = field(default_factory=list)
 
     @property
@@ -118,15 +118,7 @@ class Comparison:
 
 
 def compare(one: StateImage, two: StateImage) -> Comparison:
-    """Compare two states.
-
-    Args:
-        one: the first, whose values errors are relative to.
-        two: the second.
-
-    Returns:
-        What they share and what not.
-    """
+    """Compare two states; errors are relative to the values of the first."""
     found = Comparison()
     _heads(found, one, two)
     kinds = [[section.kind.value for section in image.sections] for image in (one, two)]
@@ -135,25 +127,19 @@ def compare(one: StateImage, two: StateImage) -> Comparison:
         return found
     pairs = _paired(found, one, two)
     for index, (first, second) in enumerate(zip(one.sections, two.sections, strict=True)):
-        sides: dict[str, Error] = {}
+        sides: dict[str, RowError] = {}
         found.sections.append(sides)
         found.n_cells.append(0)
         where = f"section {index}"
+        if isinstance(first, OpaqueSection) or isinstance(second, OpaqueSection):
+            if getattr(first, "data", None) != getattr(second, "data", None):
+                found.differences.append((where, "opaque bytes", "other bytes"))
+            continue
         if isinstance(first, AttentionSection) and isinstance(second, AttentionSection):
             _writings(found, where, first, second)
-            for ids in pairs:
-                _cells(found, where, sides, ids, _held(one, first, ids[0]), _held(two, second, ids[1]))
-        elif isinstance(first, RecurrentSection) and isinstance(second, RecurrentSection):
-            for ids in pairs:
-                _cells(found, where, sides, ids, _held(one, first, ids[0]), _held(two, second, ids[1]))
-        elif bytes_of(first) != bytes_of(second):
-            found.differences.append((where, "opaque bytes", "other bytes"))
+        for ids in pairs:
+            _cells(found, where, sides, ids, _held(one, first, ids[0]), _held(two, second, ids[1]))
     return found
-
-
-def bytes_of(section: Section) -> memoryview:
-    """The bytes of an opaque section."""
-    return memoryview(b"") if isinstance(section, AttentionSection | RecurrentSection) else section.data
 
 
 def _heads(found: Comparison, one: StateImage, two: StateImage) -> None:
@@ -242,10 +228,12 @@ class _Held:
 
 def _held(image: StateImage, section: AttentionSection | RecurrentSection, seq_id: int) -> list[_Held]:
     """Where the cells of one sequence are; all cells of a sequence state, whatever ids are stored."""
+    parts: list[tuple[Cells, dict[str, _Layers], dict[str, int | None]]] = []
     if isinstance(section, AttentionSection):
-        parts = [(stream.cells, *_sides(stream)) for _, stream in section.filled()]
+        for _, stream in section.filled():
+            parts.append((stream.cells, {"k": stream.keys, "v": stream.values}, rotation_of(stream)._asdict()))
     else:
-        parts = [(section.cells, _recurrent_sides(section.layers), {})]
+        parts.append((section.cells, _recurrent_sides(section.layers), {}))
     found = []
     for cells, sides, rotation in parts:
         if image.form.is_sequence:
@@ -255,12 +243,6 @@ def _held(image: StateImage, section: AttentionSection | RecurrentSection, seq_i
         if len(index):
             found.append(_Held(cells, index, sides, rotation))
     return found
-
-
-def _sides(stream: KvStream) -> tuple[dict[str, _Layers], dict[str, int | None]]:
-    sides: dict[str, _Layers] = {"k": stream.keys, "v": stream.values}
-    rotation = rotation_of(stream)
-    return sides, {"k": rotation.k, "v": rotation.v}
 
 
 class KnownRotation(NamedTuple):
@@ -295,7 +277,7 @@ def _recurrent_sides(layers: tuple[RecurrentLayer, ...]) -> dict[str, _Layers]:
 def _cells(
     found: Comparison,
     where: str,
-    sides: dict[str, Error],
+    sides: dict[str, RowError],
     ids: tuple[int, int],
     one: list[_Held],
     two: list[_Held],
@@ -335,7 +317,7 @@ def _keys(part: _Held, *, with_ext: bool) -> npt.NDArray[Any]:
 
 
 def _rows(
-    found: Comparison, name: str, sides: dict[str, Error], one: tuple[_Held, Index], two: tuple[_Held, Index]
+    found: Comparison, name: str, sides: dict[str, RowError], one: tuple[_Held, Index], two: tuple[_Held, Index]
 ) -> None:
     for side, layers in one[0].sides.items():
         others = two[0].sides.get(side, ())
@@ -351,32 +333,31 @@ def _rows(
             note = f"{name}: {side.upper()} of one state is rotated by blocks that nothing says: compared as stored"
             found.notes += [] if note in found.notes else [note]
         for first, second in zip(layers, others, strict=True):
-            error = sides.setdefault(side, Error())
+            error = sides.setdefault(side, RowError())
             for here, there in _slices(first, one[1], two[1]):
                 error.add(_error(first, here, second, there, blocks))
 
 
 def _slices(layer: Rows | Columns, here: Index, there: Index) -> Iterator[tuple[Index, Index]]:
-    width = max(1, layer.row_bytes if isinstance(layer, Rows) else layer.n_values * layer.element_bytes)
-    step = max(1, _SLICE_BYTES // width)
+    step = max(1, _SLICE_BYTES // max(1, layer.row_bytes))
     for start in range(0, len(here), step):
         yield here[start : start + step], there[start : start + step]
 
 
 def _error(
     one: Rows | Columns, here: Index, two: Rows | Columns, there: Index, blocks: tuple[int | None, int | None]
-) -> Error:
+) -> RowError:
     first, second = _taken(one, here), _taken(two, there)
     is_alike = one.kind is two.kind and blocks[0] == blocks[1]
     if is_alike and np.array_equal(first, second):
-        return Error(n_rows=len(here))
+        return RowError(n_rows=len(here))
     with np.errstate(all="ignore"):
         numbers = [to_floats(one.kind, first), to_floats(two.kind, second)]
         if None not in blocks and blocks[0] != blocks[1]:
             numbers = [rotated(some, block or 0) for some, block in zip(numbers, blocks, strict=True)]
         power = float(np.sum(np.square(numbers[0], dtype=np.float64)))
         squares = float(np.sum(np.square(numbers[0] - numbers[1], dtype=np.float64)))
-    return Error(squares, power, len(here), is_equal=False)
+    return RowError(squares, power, len(here), is_equal=False)
 
 
 def _taken(layer: Rows | Columns, index: Index) -> npt.NDArray[np.uint8]:

@@ -14,15 +14,9 @@ _WITH_IDLE_CACHE = frozenset({"t5encoder"})
 
 
 def codec_facts(facts: ModelFacts) -> statecodec.ModelFacts:
-    """Say in the codec's terms what a model's header promises of every state.
+    """Say in the codec's terms what a model's header promises of every state, to read it by and to check it against.
 
     What builds differ in (which layers a sliding window has, whether M-RoPE cells carry a record) is left open.
-
-    Args:
-        facts: the model.
-
-    Returns:
-        The facts to read by and to check against.
     """
     sections: tuple[str, ...] | None = None
     if not facts.has_memory:
@@ -47,12 +41,6 @@ def repair_facts(facts: ModelFacts) -> statecodec.ModelFacts:
 
     A sliding window counts as a part of its own, though builds of early 2025 had none and a few architectures do not
     use theirs: of their damaged states then nothing is kept, which is never wrong.
-
-    Args:
-        facts: the model.
-
-    Returns:
-        The facts to look for whole parts by.
     """
     known = codec_facts(facts)
     if known.sections is not None or facts.is_mla or facts.n_embd_indexer or facts.is_encoder_decoder:
@@ -65,15 +53,7 @@ def repair_facts(facts: ModelFacts) -> statecodec.ModelFacts:
 
 
 def facts_of_rows(facts: ModelFacts, image: statecodec.StateImage) -> statecodec.ModelFacts:
-    """Add the widths of K and V rows, where the state has one plain cache of every layer that the header describes.
-
-    Args:
-        facts: the model.
-        image: a state that was read by `codec_facts`.
-
-    Returns:
-        The facts to validate the image against.
-    """
+    """Add the widths of K and V rows, where the state has one plain cache of every layer that the header describes."""
     known = codec_facts(facts)
     heads = [count for count in facts.n_head_kv if count]
     special = facts.is_mla or facts.n_embd_indexer or facts.n_swa or facts.is_hybrid or facts.is_encoder_decoder

@@ -38,13 +38,7 @@ class StateUnreadable(SplitctlError):
     """A file that cannot be looked at, or that another program changed meanwhile."""
 
     def __init__(self, path: Path, found: str, action: str) -> None:
-        """Build from the facts.
-
-        Args:
-            path: the file.
-            found: what is the matter with it.
-            action: what to do.
-        """
+        """Keep the path, what is the matter with the file, and what to do."""
         self.path = path
         self.found = found
         self.action = action
@@ -110,10 +104,7 @@ class StateFile:
             self.view = self.carry.tensors[_STATE].data
 
     def parsed(self, facts: statecodec.ModelFacts | None = None) -> statecodec.StateImage:
-        """Read the state.
-
-        Args:
-            facts: what is known of its model.
+        """Read the state, by what is known of its model.
 
         Raises:
             statecodec.StateFormatError: it is none.

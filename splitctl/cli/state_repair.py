@@ -16,13 +16,7 @@ class NothingKept(SplitctlError):
     """A damaged state of which no cell is whole, or none that can be told."""
 
     def __init__(self, path: Path, damage: StateFormatError, found: Salvage) -> None:
-        """Build from the facts.
-
-        Args:
-            path: the file.
-            damage: what is wrong in it.
-            found: what is sound: why no cell, and which tokens.
-        """
+        """Keep the path, what is wrong in the file, and what is sound: why no cell, and which tokens."""
         self.path = path
         self.damage = damage
         self.reason = found.reason
@@ -42,14 +36,11 @@ class NothingKept(SplitctlError):
 
 
 def repaired(file: StateFile, facts: ModelFacts | None) -> StateImage:
-    """Read a state, without its tail where that is damaged.
+    """Read a state, without its tail where that is damaged; its changes say what went.
 
     Args:
         file: where it is.
         facts: the model's; without them nobody can tell whether a whole part of the memory is missing.
-
-    Returns:
-        The state; its changes say what went.
 
     Raises:
         NothingKept: no cell is whole, or none that can be told.

@@ -12,21 +12,16 @@ import statecodec
 from splitctl.cli.output import mib
 from splitctl.cli.state_diff import rotation_of
 from splitctl.cli.state_file import CarryAround, StateFile
-from statecodec import AttentionSection, KvStream, OpaqueSection, RecurrentSection, Section, StateImage
+from statecodec import AttentionSection, Columns, KvStream, OpaqueSection, RecurrentSection, Rows, Section, StateImage
 
 _FIRST_TOKENS = 16
 
 
 def describe(file: StateFile, image: StateImage) -> dict[str, Any]:
-    """Say what a state is.
+    """Say what a state in a file is, as an object for JSON.
 
-    Args:
-        file: where it is.
-        image: the state.
-
-    Returns:
-        An object for JSON. Version word, layouts and producer are three separate answers: the word is what a file
-        says, the layouts are what its structure can be, the producer is a guess.
+    Version word, layouts and producer are three separate answers: the word is what a file says, the layouts are what
+    its structure can be, the producer is a guess.
     """
     # One more than there are sections where there are none.
     ends = [*(section.offset for section in image.sections[1:]), image.n_bytes]
@@ -152,20 +147,13 @@ def _sequences(section: AttentionSection | RecurrentSection) -> list[dict[str, A
 def _layers(stream: KvStream) -> list[dict[str, Any]]:
     values = stream.values or (None,) * len(stream.keys)
     return [
-        {
-            "k": {"type": key.kind.name.lower(), "n_values": key.n_values, "row_bytes": key.row_bytes},
-            "v": None
-            if value is None
-            else {
-                "type": value.kind.name.lower(),
-                "n_values": value.n_values,
-                "row_bytes": value.row_bytes
-                if isinstance(value, statecodec.Rows)
-                else value.n_values * value.element_bytes,
-            },
-        }
+        {"k": _rows(key), "v": None if value is None else _rows(value)}
         for key, value in zip(stream.keys, values, strict=True)
     ]
+
+
+def _rows(layer: Rows | Columns) -> dict[str, Any]:
+    return {"type": layer.kind.name.lower(), "n_values": layer.n_values, "row_bytes": layer.row_bytes}
 
 
 def _carry(carry: CarryAround) -> dict[str, Any]:
@@ -195,11 +183,7 @@ def _carry(carry: CarryAround) -> dict[str, Any]:
 
 
 def rows(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Lay a description out as labels and texts.
-
-    Args:
-        body: what `describe` gave.
-    """
+    """Lay out as labels and texts what `describe` gave."""
     yield "file", f"{body['file']} ({_size(body['file_bytes'])})"
     form = body["form"] if body["carry"] is None else f"{body['form']} in a splitctl carry"
     yield "form", form if body["content"] == "full" else f"{form}, {body['content']}"

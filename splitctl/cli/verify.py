@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,8 +16,10 @@ from rich.table import Table
 from splitctl.cli.child import Interrupts
 from splitctl.cli.options import (
     MODE,
+    Parsed,
     json_option,
     library_option,
+    model_option,
     placement_options,
     rpc_option,
     verbose_option,
@@ -61,31 +64,20 @@ _N_NARROW = 9
 _WHERE = {"both": (True, False), "devices": (True,), "host": (False,)}
 
 
-class CacheTypes(click.ParamType[tuple[str, ...]]):
-    """Cache types, separated by commas."""
-
-    name = "TYPE,..."
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        """Take the text apart."""
-        if isinstance(value, tuple):
-            return value
-        types = tuple(part.strip() for part in str(value).split(","))
-        for one in types:
-            if one not in KV_TYPES:
-                self.fail(f"{one!r} is not one of {', '.join(KV_TYPES)}", param, ctx)
-        return types
+def _cache_types(text: str) -> tuple[str, ...]:
+    """Read cache types, separated by commas."""
+    types = tuple(part.strip() for part in text.split(","))
+    for one in types:
+        if one not in KV_TYPES:
+            raise ValueError(f"{one!r} is not one of {', '.join(KV_TYPES)}")
+    return types
 
 
-def _base_options(command: Any) -> Any:
-    """Add the flags of what all the cells have in common."""
-    return placement_options(command, left_out=_LISTED)
+_CACHE_TYPES = Parsed("TYPE,...", _cache_types)
 
 
 @click.command()
-@click.option(
-    "-m", "--model", type=click.Path(path_type=Path), envvar="LLAMA_ARG_MODEL", required=True, help="The GGUF file."
-)
+@model_option
 @click.option("--text", "text_file", type=click.Path(), metavar="FILE", help="The text to read, instead of our own.")
 @click.option("--tokens", type=click.IntRange(2, 65536), default=256, show_default=True, help="Most tokens of it.")
 @click.option(
@@ -104,11 +96,11 @@ def _base_options(command: Any) -> Any:
     help="A split to try beside the library's own; may be given more than once.",
 )  # fmt: skip
 @click.option(
-    "-ctk", "--cache-type-k", "types_k", type=CacheTypes(), default=("f16",), metavar="TYPE,...",
+    "-ctk", "--cache-type-k", "types_k", type=_CACHE_TYPES, default=("f16",),
     help="Cache types of keys to try; f16 if none is named.",
 )  # fmt: skip
 @click.option(
-    "-ctv", "--cache-type-v", "types_v", type=CacheTypes(), default=(), metavar="TYPE,...",
+    "-ctv", "--cache-type-v", "types_v", type=_CACHE_TYPES, default=(),
     help="Cache types of values, each with each of the keys'; without it the same as the keys'.",
 )  # fmt: skip
 @click.option(
@@ -119,7 +111,7 @@ def _base_options(command: Any) -> Any:
     help="A child that is silent for longer hangs.",
 )  # fmt: skip
 @click.option("--no-remember", is_flag=True, help="Do not tell the rules what was found.")
-@_base_options
+@partial(placement_options, left_out=_LISTED)
 @library_option
 @rpc_option
 @verbose_option

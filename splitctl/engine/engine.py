@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from llama_native import Library
     from splitctl.placement import Placement
 
-_AUTO_OFF = re.compile(r"flash attention\b.*\bset to disabled", re.IGNORECASE)
+FLASH_TURNED_OFF = re.compile(r"flash attention\b.*\bset to disabled", re.IGNORECASE)
 """What the library logs when it turns automatic flash attention off. Source: resolve_fused_ops in llama-context.cpp
 ("Flash Attention not supported, set to disabled"); builds before: "Flash Attention was auto, set to disabled"."""
 
@@ -256,4 +256,4 @@ def _loaded(model: Model, adapter: LoadedAdapter) -> Adapter:
 def _resolved_flash_attn(placement: Placement, said: Sequence[str]) -> placing.FlashAttn:
     if placement.flash_attn is not placing.FlashAttn.AUTO:
         return placement.flash_attn
-    return placing.FlashAttn.OFF if any(map(_AUTO_OFF.search, said)) else placing.FlashAttn.ON
+    return placing.FlashAttn.OFF if any(map(FLASH_TURNED_OFF.search, said)) else placing.FlashAttn.ON

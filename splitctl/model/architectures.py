@@ -100,15 +100,12 @@ EQUAL_CACHE_TYPES = frozenset({"deepseek4"})
 
 
 def max_alibi_bias(architecture: str, n_layer: int, from_key: float) -> float:
-    """Tell how strong a model's ALiBi is.
+    """Tell how strong a model's ALiBi is; 0 when it uses none, whatever its metadata carries.
 
     Args:
         architecture: its GGUF name.
         n_layer: its layers.
         from_key: `attention.max_alibi_bias` of its metadata, 0 where it is absent.
-
-    Returns:
-        The largest bias; 0 when the model uses none, whatever its metadata carries.
     """
     if architecture in ALIBI_FROM_KEY:
         return from_key

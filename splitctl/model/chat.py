@@ -157,29 +157,13 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 def messages_from(prompt: str, *, system: str | None = None) -> tuple[Message, ...]:
-    """Make a chat of one question.
-
-    Args:
-        prompt: what the user says.
-        system: the system message, or None for the template's own.
-
-    Returns:
-        The messages, oldest first.
-    """
+    """Make a chat of one question, after a system message where there is one."""
     asked = Message("user", prompt)
     return (asked,) if system is None else (Message("system", system), asked)
 
 
 def without_bos(text: str, bos_token: str) -> tuple[str, bool]:
-    """Avoid a doubled first token: templates write it, and so does the tokenizer.
-
-    Args:
-        text: a rendered chat.
-        bos_token: text of the token that begins a text; empty when there is none.
-
-    Returns:
-        The text without a leading `bos_token`, and whether it had one.
-    """
+    """Take a leading `bos_token` off, and say whether there was one: templates write it, and so does the tokenizer."""
     if bos_token and text.startswith(bos_token):
         return text[len(bos_token) :], True
     return text, False

@@ -171,30 +171,19 @@ class ModelFacts:
         return () if self.is_recurrent else self.n_head_kv
 
     def state_bytes(self, n_tokens: int, type_k: str = "f16", type_v: str = "f16", *, n_sequences: int = 1) -> int:
-        """Estimate the saved state, never too low for what the metadata describes.
+        """Estimate the saved state, never too low for what the metadata describes; bytes.
 
         Args:
             n_tokens: tokens held, over all sequences; a sliding window holds fewer than this assumes.
             type_k: cache type of keys.
             type_v: cache type of values.
             n_sequences: sequences, for the recurrent rows.
-
-        Returns:
-            Bytes.
         """
         total = self.recurrence.n_bytes * n_sequences if self.recurrence else 0
         return total + n_tokens * (_CELL_BYTES + self.cache_bytes_per_token(type_k, type_v))
 
     def cache_bytes_per_token(self, type_k: str = "f16", type_v: str = "f16") -> int:
-        """Size of the attention cache for one token, over all layers.
-
-        Args:
-            type_k: cache type of keys.
-            type_v: cache type of values.
-
-        Returns:
-            Bytes; 0 for a model without an attention cache.
-        """
+        """Size of the attention cache for one token, over all layers, bytes; 0 without an attention cache."""
         if not self.has_memory:
             return 0
         total = 0
@@ -208,13 +197,7 @@ class ModelFacts:
 
 
 def read_facts(path: Path | str) -> ModelFacts:
-    """Read a model's facts from its header, and from the headers of all parts of a split model.
-
-    Args:
-        path: the GGUF file, or the first part of a split model.
-
-    Returns:
-        The facts.
+    """Read a model's facts from its header (of a split model, from the first part's, and the headers of all others).
 
     Raises:
         BadModelFile: the file, or a part of it, cannot be used; says which, why and what to do.

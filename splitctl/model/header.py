@@ -97,13 +97,7 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Walk the header of one GGUF file.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The header; every tensor's data lies inside the file.
+    """Walk the header of one GGUF file; every tensor's data lies inside the file.
 
     Raises:
         BadModelFile: missing, no file, unreadable, empty, no GGUF, cut short, over a limit, or of an unknown version.

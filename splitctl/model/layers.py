@@ -134,13 +134,9 @@ class Layers:
 
 
 def layers_of(facts: ModelFacts) -> Layers:
-    """Describe the layers of a model.
+    """Describe the layers of a model, as the library counts them.
 
-    Args:
-        facts: what its header says.
-
-    Returns:
-        One entry a layer, as the library counts them: a model that runs its layers in loops has one for each pass.
+    A model that runs its layers in loops has one entry for each pass.
     """
     reading = _Reading(facts)
     n_window, windows = reading.windows()

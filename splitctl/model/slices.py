@@ -359,16 +359,7 @@ class EffectiveSplit:
 
 
 def effective_split(facts: ModelFacts, n_devices: int, shares: Sequence[float] | None) -> EffectiveSplit:
-    """Sum the cuts over all layers, the rotation of the rounding included.
-
-    Args:
-        facts: the model.
-        n_devices: how many devices.
-        shares: the tensor split that is asked; None for even shares.
-
-    Returns:
-        The shares that come of it; empty for a model whose tensors are not known.
-    """
+    """Sum the cuts over all layers, the rotation of the rounding included; empty where tensors are not known."""
     cutter = Cutter(facts, n_devices, shares)
     weights, cache = [0.0] * n_devices, [0.0] * n_devices
     for tensor in facts.tensors:

@@ -61,15 +61,7 @@ class Backend:
     is_host: bool = False
 
     def allocated(self, tensor: TensorInfo, n_bytes: int) -> int:
-        """Tell what a tensor takes.
-
-        Args:
-            tensor: the tensor.
-            n_bytes: what a place has of it, bytes.
-
-        Returns:
-            With padding, bytes.
-        """
+        """Tell what a tensor takes with padding, of which a place has ``n_bytes``; bytes."""
         if n_bytes and self.row_values:
             _, per_block, block_bytes = TENSOR_TYPES.get(tensor.type_id, ("", 1, 4))
             if per_block > 1 and tensor.dims[0] % self.row_values:
@@ -79,13 +71,8 @@ class Backend:
     def pool_bytes(self, facts: ModelFacts, n_ubatch: int) -> int:
         """Tell what the pool grows to: the widest rows of a micro-batch in the form that a product wants them in.
 
-        Args:
-            facts: the model.
-            n_ubatch: most tokens of a computed batch.
-
-        Returns:
-            Bytes, never too low.  Source: ggml_cuda_mul_mat_q (blocks of 36 bytes for 32 values, and parts of sums),
-            ggml_cuda_op_mul_mat_cublas (half floats, of the product too).
+        Bytes, never too low.  Source: ggml_cuda_mul_mat_q (blocks of 36 bytes for 32 values, and parts of sums),
+        ggml_cuda_op_mul_mat_cublas (half floats, of the product too).
         """
         if not self.has_pool:
             return 0
@@ -99,16 +86,13 @@ class Backend:
         return -(-(n_ubatch * widest + _PARTS_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
 
     def own_bytes(self, facts: ModelFacts, n_ubatch: int, *, has_flash_attn: bool, n_sharing: int) -> int:
-        """Tell what a device takes beside all buffers.
+        """Tell what a device takes beside all buffers, bytes.
 
         Args:
             facts: the model.
             n_ubatch: most tokens of a computed batch.
             has_flash_attn: without it attention is two products of floats.
             n_sharing: devices that share the real one; each is charged for its part of what is there once.
-
-        Returns:
-            Bytes.
         """
         leaves_products = not has_flash_attn or not all(_is_quantized(tensor) for tensor in _factors(facts))
         each, once = self.device_bytes + self.pool_bytes(facts, n_ubatch), self.fixed_bytes
@@ -152,14 +136,11 @@ OTHER = dataclasses.replace(CUDA, name="other", alignment=256)
 
 
 def backend_of(device: str, kind: str = "") -> Backend:
-    """Tell a device's backend.
+    """Tell how a device allocates.
 
     Args:
         device: its name, such as CPU, CUDA0 or RPC0[127.0.0.1:50052].
         kind: the kind that the library says, where it is known.
-
-    Returns:
-        How it allocates.
     """
     if device == "CPU" or kind == "cpu":
         return CPU
@@ -171,10 +152,7 @@ def backend_of(device: str, kind: str = "") -> Backend:
 
 
 def unit_of(description: str) -> str:
-    """Tell which real device is behind a virtual one.
-
-    Args:
-        description: the library's words for the device.
+    """Tell from the library's description which real device is behind a virtual one.
 
     Returns:
         The same text for all that share one; empty for a device that is real itself.

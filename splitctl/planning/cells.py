@@ -71,28 +71,12 @@ class ContextShape:
 
 
 def padded(n: int, multiple: int = PADDING) -> int:
-    """Round up.
-
-    Args:
-        n: any count.
-        multiple: of what.
-
-    Returns:
-        The next multiple.
-    """
+    """Round a count up to the next multiple."""
     return -(-n // multiple) * multiple
 
 
 def shape_of(facts: ModelFacts, placement: Placement) -> ContextShape:
-    """Tell the sizes of a placement's context.
-
-    Args:
-        facts: the model.
-        placement: what is asked.
-
-    Returns:
-        What the library makes of it.
-    """
+    """Tell the sizes that the library makes of those that a placement asks for."""
     asked = placement.n_ctx or facts.n_ctx_train or PADDING
     n_batch = placement.n_batch if facts.is_encoder_only else min(asked, placement.n_batch)
     n_ubatch = min(n_batch, placement.n_ubatch)
@@ -106,14 +90,9 @@ def shape_of(facts: ModelFacts, placement: Placement) -> ContextShape:
 
 
 def cache_tensors(facts: ModelFacts, placement: Placement) -> tuple[CacheTensor, ...]:
-    """List the tensors of a context's cache.
+    """List the tensors of a context's cache in the library's order.
 
-    Args:
-        facts: the model.
-        placement: sizes and types.
-
-    Returns:
-        In the library's order: rows of keys and values layer by layer, then what comes beside them.
+    K and V layer by layer, then what comes beside them.
     """
     shape, layers = shape_of(facts, placement), layers_of(facts).each
     trans = placement.flash_attn is FlashAttn.OFF

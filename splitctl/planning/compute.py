@@ -44,16 +44,13 @@ META, DEVICE, HOST_BUFFER = "Meta", "device", "host"
 
 
 def compute_of(facts: ModelFacts, placement: Placement, n_devices: int, known: Sequence[Reservation]) -> Compute:
-    """Tell the compute buffers of a placement.
+    """Tell the compute buffers of a placement: as reserved, on a line between two that were, or by the formula.
 
     Args:
         facts: the model.
         placement: the placement.
         n_devices: devices that it uses.
         known: what the library reserved for this mode, devices and types, at any sizes.
-
-    Returns:
-        The buffers: as reserved, on a line between two that were, or by the formula.
     """
     exchange = _exchange(facts, placement, n_devices)
     shape = shape_of(facts, placement)

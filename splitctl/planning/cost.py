@@ -67,14 +67,8 @@ class Rates:
     def of(self, mode: SplitMode) -> ModeRates:
         """Give the rates of a mode.
 
-        Args:
-            mode: layer or tensor.
-
-        Returns:
-            Its rates.
-
         Raises:
-            ConfigInvalid: another mode; nobody measured it.
+            ConfigInvalid: neither layer nor tensor; nobody measured it.
         """
         if mode is SplitMode.LAYER:
             return self.layer
@@ -202,10 +196,9 @@ class Comparison:
         return f"{text}; {self._why()}"
 
     def to_json(self) -> dict[str, Any]:
-        """Give the comparison as plain values.
+        """Give plain values.
 
-        Returns:
-            Keys best, seconds, break_even (whole tokens, or null), margin (seconds), sentence, switch, close, uncached.
+        Best, seconds, break_even (whole tokens or null), margin (seconds), sentence, switch, close, uncached.
         """
         even = self.break_even
         return {
@@ -236,15 +229,7 @@ class Comparison:
 
 
 def compare(rates: Rates, work: Work) -> Comparison:
-    """Weigh the four choices.
-
-    Args:
-        rates: how fast the modes are.
-        work: what is to be done.
-
-    Returns:
-        What each costs, and which is best.
-    """
+    """Weigh the four choices."""
     seconds = {choice: _seconds(choice, rates, work) for choice in Choice}
     ranked = sorted(Choice, key=seconds.__getitem__)
     best, other = ranked[0], ranked[1]
@@ -287,12 +272,9 @@ def parse_rates(text: str | bytes) -> Rates:
     Args:
         text: JSON: `{"switch_s": S, "modes": {"layer": {"prompt_tps": a, "generate_tps": b}, "tensor": {...}}}`.
 
-    Returns:
-        The rates.
-
     Raises:
-        RatesInvalid: it is not JSON, a key is missing, twice there or not known, or a number is none, is not finite, is
-            zero or negative, or is beyond any machine.
+        RatesInvalid: it is not JSON, a key is missing, repeated or unknown, or a number is none, is not finite, is zero
+            or negative, or is beyond any machine.
     """
     try:
         plain = json.loads(text, parse_constant=_no_number, object_pairs_hook=_each_key_once)

@@ -26,7 +26,7 @@ _MIB = 1024 * 1024
 
 
 def definite_shortage(
-    facts: ModelFacts, current: Placement | None, target: Placement, machine: Sequence[DeviceFacts]
+    facts: ModelFacts, current: Placement | None, target: Placement, devices: Sequence[DeviceFacts]
 ) -> tuple[Need, ...]:
     """Find the devices that cannot hold the target, whatever its compute buffers take.
 
@@ -34,17 +34,17 @@ def definite_shortage(
         facts: the model.
         current: where the session is; None for one that is opening.
         target: where it shall go.
-        machine: the devices with the memory that is free on each now, read once, before anything is freed.
+        devices: with the memory that is free on each now, read once, before anything is freed.
 
     Returns:
         What is lacking; the free memory in it holds what the session gives back, and where the library chooses the
         shares one need stands for all devices ("CUDA0 + CUDA1"). The host is left out: its pages of a mapped file can
         be dropped, and the carry is judged by the rules.
     """
-    rich = _with_given_back(facts, current, machine)
-    plan = _certain(plan_mode(facts, target, machine))
+    rich = _with_given_back(facts, current, devices)
+    plan = _certain(plan_mode(facts, target, devices))
     needs = [need for need in needs_of_mode(plan, rich) if need.pool != HOST_POOL]
-    if _is_chosen_by_library(target, machine) and len(needs) > 1:
+    if _is_chosen_by_library(target, devices) and len(needs) > 1:
         known = [need.free for need in needs if need.free is not None]
         free = sum(known) if len(known) == len(needs) else None
         needs = [Need(" + ".join(need.pool for need in needs), sum(need.wanted for need in needs), free)]
@@ -52,13 +52,9 @@ def definite_shortage(
 
 
 def shortage(
-    facts: ModelFacts, current: Placement | None, target: Placement, machine: Sequence[DeviceFacts]
+    facts: ModelFacts, current: Placement | None, target: Placement, devices: Sequence[DeviceFacts]
 ) -> tuple[Reason, ...]:
-    """Say why a target surely does not fit; see `definite_shortage`.
-
-    Returns:
-        One reason a device; empty where it may fit.
-    """
+    """Say why a target surely does not fit, a reason a device; see `definite_shortage`."""
     return tuple(
         Reason(
             DOES_NOT_FIT,
@@ -66,26 +62,26 @@ def shortage(
             f"{target.mode.value} mode and has {(need.free or 0) / _MIB:,.0f} MiB, with what the session gives back; "
             "take a smaller context (-c), another tensor split (-ts) or more devices, or try it with --force",
         )
-        for need in definite_shortage(facts, current, target, machine)
+        for need in definite_shortage(facts, current, target, devices)
     )
 
 
 def _with_given_back(
-    facts: ModelFacts, current: Placement | None, machine: Sequence[DeviceFacts]
+    facts: ModelFacts, current: Placement | None, devices: Sequence[DeviceFacts]
 ) -> tuple[DeviceFacts, ...]:
     """Count as free on each device what the session has there, and never more than the device has in all."""
     if current is None:
-        return tuple(machine)
-    shares = plan_mode(facts, current, machine).shares
+        return tuple(devices)
+    shares = plan_mode(facts, current, devices).shares
     held: dict[str, int] = {}
     for share in shares:
         held[share.device] = held.get(share.device, 0) + share.total
-    if _is_chosen_by_library(current, machine):
+    if _is_chosen_by_library(current, devices):
         # By what was free when it was placed, which is gone: any device may hold the most.
         held = dict.fromkeys(held, sum(held.values()))
     return tuple(
         one if one.free is None else dataclasses.replace(one, free=_up_to(one.free + held.get(one.name, 0), one.total))
-        for one in machine
+        for one in devices
     )
 
 
@@ -94,11 +90,11 @@ def _up_to(n_bytes: int, total: int | None) -> int:
     return min(n_bytes, total) if total else n_bytes
 
 
-def _is_chosen_by_library(placement: Placement, machine: Sequence[DeviceFacts]) -> bool:
+def _is_chosen_by_library(placement: Placement, devices: Sequence[DeviceFacts]) -> bool:
     """Tell whether the library shares layers by the memory that it finds free."""
     if placement.mode not in {SplitMode.LAYER, SplitMode.ROW} or any(placement.tensor_split or ()):
         return False
-    return len(devices_of(placement, machine)) > 1
+    return len(devices_of(placement, devices)) > 1
 
 
 def _certain(plan: ModePlan) -> ModePlan:

@@ -63,18 +63,9 @@ class Chunk:
     refused: bool
 
 
-def needs_of(shares: Iterable[Share], host: Share, machine: Sequence[DeviceFacts]) -> tuple[Need, ...]:
-    """Sum what is wanted of every pool.
-
-    Args:
-        shares: of devices.
-        host: of the host.
-        machine: the devices there are, with their free memory.
-
-    Returns:
-        One entry a pool, the host last.
-    """
-    known = {device.name: device for device in machine}
+def needs_of(shares: Iterable[Share], host: Share, devices: Sequence[DeviceFacts]) -> tuple[Need, ...]:
+    """Sum what shares of devices and of the host want of every pool; one entry a pool, the host last."""
+    known = {device.name: device for device in devices}
     wanted: dict[str, int] = {}
     host_wanted = host.total
     for share in shares:
@@ -84,28 +75,23 @@ def needs_of(shares: Iterable[Share], host: Share, machine: Sequence[DeviceFacts
         else:
             wanted[share.device] = wanted.get(share.device, 0) + share.total
     pools = [Need(name, n_bytes, known.get(name, DeviceFacts(name)).free) for name, n_bytes in wanted.items()]
-    own = known.get(HOST_POOL) or next((one for one in machine if backend_of(one.name, one.kind).is_host), None)
+    own = known.get(HOST_POOL) or next((one for one in devices if backend_of(one.name, one.kind).is_host), None)
     return (*pools, Need(HOST_POOL, host_wanted, own.free if own is not None else None))
 
 
-def needs_of_mode(plan: ModePlan, machine: Sequence[DeviceFacts]) -> tuple[Need, ...]:
+def needs_of_mode(plan: ModePlan, devices: Sequence[DeviceFacts]) -> tuple[Need, ...]:
     """Sum what one placement wants of every pool; see `needs_of`."""
-    return needs_of(plan.shares, plan.host, machine)
+    return needs_of(plan.shares, plan.host, devices)
 
 
-def needs_of_switch(plan: SwitchPlan, machine: Sequence[DeviceFacts]) -> tuple[Need, ...]:
+def needs_of_switch(plan: SwitchPlan, devices: Sequence[DeviceFacts]) -> tuple[Need, ...]:
     """Sum what a switch wants of every pool at its worst moment.
 
-    Args:
-        plan: the switch.
-        machine: the devices there are, with their free memory.
-
-    Returns:
-        For every pool the larger of the two placements, and on the host the carry beside it.
+    The larger placement, and on the host the carry too.
     """
     largest: dict[str, Need] = {}
     for mode in (plan.before, plan.after):
-        for need in needs_of_mode(mode, machine):
+        for need in needs_of_mode(mode, devices):
             known = largest.get(need.pool)
             if known is None or need.wanted > known.wanted:
                 largest[need.pool] = need
@@ -144,15 +130,12 @@ def largest_context(
 
 
 def largest_chunk(limit: int, needs: Callable[[int], tuple[Need, ...]], *, step: int = MIN_CHUNK) -> Chunk:
-    """Find the largest prompt chunk that every device can lend.
+    """Find the largest prompt chunk that every device can lend; refused when one cannot lend the least.
 
     Args:
         limit: tokens at most, the batch.
         needs: of the prompt's placement with chunks of so many tokens.
         step: chunks above the least one are multiples of this.
-
-    Returns:
-        The chunk; refused when a device cannot lend what the least one takes.
     """
     least = min(MIN_CHUNK, limit)
     if lacking(needs(least)):
@@ -172,17 +155,17 @@ def largest_chunk(limit: int, needs: Callable[[int], tuple[Need, ...]], *, step:
     return Chunk(best, None, refused=False)
 
 
-def balanced_split(plan: ModePlan, machine: Sequence[DeviceFacts]) -> tuple[float, ...]:
+def balanced_split(plan: ModePlan, devices: Sequence[DeviceFacts]) -> tuple[float, ...]:
     """Find the tensor split that leaves every device equally full.
 
     Args:
         plan: of the placement with any split.
-        machine: the devices there are, with their free memory.
+        devices: those that there are, with their free memory.
 
     Returns:
         Shares, one a device: layers in layer mode, parts of one in tensor mode; empty where there is nothing to share.
     """
-    known = {device.name: device for device in machine}
+    known = {device.name: device for device in devices}
     free = [known.get(share.device, DeviceFacts(share.device)).free or 0 for share in plan.shares]
     if len(free) < 2 or not all(free):
         return ()

@@ -34,7 +34,7 @@ _CELL_BYTES = 24
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """One device of the machine.
+    """One device that there is.
 
     Args:
         name: the library's name for it.
@@ -145,22 +145,18 @@ class SwitchPlan:
         return sum(share.total for share in self.peaks)
 
 
-def devices_of(placement: Placement, machine: Sequence[DeviceFacts]) -> tuple[DeviceFacts, ...]:
-    """Name the devices that a placement uses.
-
-    Args:
-        placement: the placement.
-        machine: what there is.
+def devices_of(placement: Placement, devices: Sequence[DeviceFacts]) -> tuple[DeviceFacts, ...]:
+    """Name the devices that a placement uses, of those that there are.
 
     Returns:
         In the placement's order, a device twice where it is named twice; mode none has one. Empty when everything
         stays on the host.
     """
-    by_name = {device.name: device for device in machine}
+    by_name = {device.name: device for device in devices}
     if placement.devices:
         named = tuple(by_name.get(name, DeviceFacts(name)) for name in placement.devices)
     else:
-        named = tuple(device for device in machine if device.kind != "cpu")
+        named = tuple(device for device in devices if device.kind != "cpu")
     if placement.mode is SplitMode.NONE:
         return named[placement.main_gpu : placement.main_gpu + 1]
     return named
@@ -169,7 +165,7 @@ def devices_of(placement: Placement, machine: Sequence[DeviceFacts]) -> tuple[De
 def plan_mode(
     facts: ModelFacts,
     placement: Placement,
-    machine: Sequence[DeviceFacts],
+    devices: Sequence[DeviceFacts],
     known: Sequence[Reservation] = (),
     *,
     n_outputs: int | None = None,
@@ -179,28 +175,25 @@ def plan_mode(
     Args:
         facts: the model.
         placement: mode, devices, sizes; row mode is planned as layer mode, which it acts as.
-        machine: the devices there are, with their free memory, which decides the default split of layers.
+        devices: those that there are, with their free memory, which decides the default split of layers.
         known: what the library reserved for this placement at some sizes; empty for the formula.
         n_outputs: rows of logits that a decode asks for at most; None: one a sequence.
-
-    Returns:
-        The plan.
     """
-    devices = devices_of(placement, machine)
-    n_devices = len(devices)
-    backends: dict[int, Backend] = {n: backend_of(one.name, one.kind) for n, one in enumerate(devices)}
+    used = devices_of(placement, devices)
+    n_devices = len(used)
+    backends: dict[int, Backend] = {n: backend_of(one.name, one.kind) for n, one in enumerate(used)}
     backends[HOST] = CPU
     tensors = cache_tensors(facts, placement)
     compute = compute_of(facts, placement, n_devices, known)
     if placement.mode is SplitMode.TENSOR and n_devices:
         layout = _by_tensor(facts, placement, n_devices, backends, tensors)
     else:
-        layout = _by_layer(facts, placement, devices, backends, tensors)
+        layout = _by_layer(facts, placement, used, backends, tensors)
     layout = _corrected(layout, tensors, shape_of(facts, placement).n_ctx, known)
-    buffers = _assigned(compute, devices)
+    buffers = _assigned(compute, used)
     rows = max(n_outputs or 0, placement.n_seq_max)
     width = facts.n_vocab + (facts.n_embd if facts.is_encoder_decoder else 0)
-    fixed = _fixed(facts, placement, devices, backends)
+    fixed = _fixed(facts, placement, used, backends)
     shares = tuple(
         Share(
             index=number,
@@ -211,7 +204,7 @@ def plan_mode(
             exchange=compute.exchange_bytes + (_reducing(device, backends[number]) if compute.exchange_bytes else 0),
             fixed=fixed[number],
         )
-        for number, device in enumerate(devices)
+        for number, device in enumerate(used)
     )
     host = Share(
         index=HOST,
@@ -230,7 +223,7 @@ def plan_mode(
         host=host,
         n_ctx=shape_of(facts, placement).n_ctx,
         measured=compute.measured,
-        asked=_asked(placement, devices),
+        asked=_asked(placement, used),
         effective=layout.effective,
         effective_cache=_parts([layout.cache[number] for number in range(n_devices)]),
         cut=layout.cut,
@@ -256,15 +249,12 @@ def _reducing(device: DeviceFacts, backend: Backend) -> int:
 
 
 def plan_switch(before: ModePlan, after: ModePlan, carry: int) -> SwitchPlan:
-    """Plan a switch between two placements.
+    """Plan a switch: for every device the larger of two plans, for the host the larger and the carry.
 
     Args:
-        before: the plan of the first.
+        before: the plan of the first placement.
         after: the plan of the second.
         carry: bytes of host memory that live through the switch: the saved state, and a copy where one is needed.
-
-    Returns:
-        For every device the larger of the two, for the host the larger and the carry.
     """
     peaks: list[Share] = []
     for number in range(max(len(before.shares), len(after.shares))):
@@ -275,16 +265,7 @@ def plan_switch(before: ModePlan, after: ModePlan, carry: int) -> SwitchPlan:
 
 
 def carry_bytes(facts: ModelFacts, placement: Placement, n_tokens: int | None = None) -> int:
-    """Tell the size of the saved state, never too low.
-
-    Args:
-        facts: the model.
-        placement: where it is saved.
-        n_tokens: tokens of all sequences; None for a full context.
-
-    Returns:
-        Bytes.
-    """
+    """Tell the size of the saved state of so many tokens (None: a full context), never too low; bytes."""
     shape = shape_of(facts, placement)
     most = shape.n_ctx if n_tokens is None else min(n_tokens, shape.n_ctx)
     total = 0
@@ -388,15 +369,7 @@ def _corrected(layout: _Layout, tensors: Sequence[CacheTensor], n_ctx: int, know
 
 
 def layer_shares(placement: Placement, devices: Sequence[DeviceFacts]) -> tuple[float, ...]:
-    """Tell the shares of layers: those that are asked, else by free memory as the library does.
-
-    Args:
-        placement: the placement.
-        devices: its devices.
-
-    Returns:
-        One a device.
-    """
+    """Tell the shares of layers, one a device: those that are asked, else by free memory as the library does."""
     asked = placement.tensor_split
     if asked is not None and any(asked):
         return tuple([*asked, *([0.0] * len(devices))][: len(devices)])

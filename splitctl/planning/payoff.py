@@ -14,7 +14,7 @@ from splitctl.placement import SplitMode
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class SwitchedRun:
     """What a run with a switch measured.
 
     Attributes:
@@ -67,18 +67,16 @@ class Payoff:
         sentence: the answer in one sentence.
     """
 
-    observed: Observed
+    observed: SwitchedRun
     paid: bool | None
     reader_below: float | None
     writer_below: float | None
     sentence: str
 
     def to_json(self) -> dict[str, Any]:
-        """Give what is known as plain values.
+        """Give what is known as plain values: paid, sentence, pays_if and rates.
 
-        Returns:
-            Keys paid, sentence, pays_if and rates. `rates` has the form that `splitctl explain --rates` takes, null for
-            what was not measured.
+        `rates` has the form that `splitctl explain --rates` takes, null for what was not measured.
         """
         seen = self.observed
         rates: dict[str, dict[str, float | None]] = {
@@ -99,16 +97,8 @@ class Payoff:
         }
 
 
-def look_back(seen: Observed, n_devices: int) -> Payoff:
-    """Say what a run can say about its switch.
-
-    Args:
-        seen: what it measured.
-        n_devices: devices that share the work.
-
-    Returns:
-        The conclusion, with the sentence that tells it.
-    """
+def look_back(seen: SwitchedRun, n_devices: int) -> Payoff:
+    """Conclude what a run can say about its switch; `n_devices` share the work."""
     reader, writer, cost = seen.reads_in.value, seen.generates_in.value, f"{seen.switch_s:,.2f} s"
     if not seen.has_switched:
         text = f"the switch did not pay: it took {cost} and ended in {writer} mode, where it began"

@@ -43,17 +43,17 @@ class Known:
 
     Args:
         facts: the model.
-        machine: the devices, with their free memory, read once.
+        devices: the devices, with their free memory, read once.
         reservations: what the library would take, by mode; a mode without any is planned by the formula.
     """
 
     facts: ModelFacts
-    machine: tuple[DeviceFacts, ...]
+    devices: tuple[DeviceFacts, ...]
     reservations: Mapping[SplitMode, Sequence[Reservation]] = field(default_factory=dict)
 
     def plan(self, placement: Placement) -> ModePlan:
         """Plan a placement."""
-        return plan_mode(self.facts, placement, self.machine, self.reservations.get(placement.mode, ()))
+        return plan_mode(self.facts, placement, self.devices, self.reservations.get(placement.mode, ()))
 
     def switch(self, before: Placement, after: Placement) -> SwitchPlan:
         """Plan a switch with a full context."""
@@ -127,62 +127,40 @@ class SwitchAnswer:
 
 
 def answer_mode(known: Known, placement: Placement) -> ModeAnswer:
-    """Answer for one placement, the rules aside.
-
-    Args:
-        known: what was gathered.
-        placement: the placement.
-
-    Returns:
-        The answer.
-    """
+    """Answer for one placement, the rules aside."""
     plan = known.plan(placement)
 
     def needs(n_ctx: int) -> tuple[Need, ...]:
-        return needs_of_mode(known.plan(dataclasses.replace(placement, n_ctx=n_ctx)), known.machine)
+        return needs_of_mode(known.plan(dataclasses.replace(placement, n_ctx=n_ctx)), known.devices)
 
     step = PADDING * (1 if placement.kv_unified else placement.n_seq_max)
     largest = Largest(*largest_context(known.limit(placement), needs, step=step))
-    return ModeAnswer(plan, needs_of_mode(plan, known.machine), largest, balanced_split(plan, known.machine))
+    return ModeAnswer(plan, needs_of_mode(plan, known.devices), largest, balanced_split(plan, known.devices))
 
 
 def answer_switch(known: Known, before: Placement, after: Placement) -> SwitchAnswer:
-    """Answer for a switch.
-
-    Args:
-        known: what was gathered.
-        before: the placement of the prompt.
-        after: the placement of the generation.
-
-    Returns:
-        The answer.
-    """
+    """Answer for a switch from the placement of the prompt to that of the generation."""
 
     def needs(n_ctx: int) -> tuple[Need, ...]:
         plan = known.switch(dataclasses.replace(before, n_ctx=n_ctx), dataclasses.replace(after, n_ctx=n_ctx))
-        return needs_of_switch(plan, known.machine)
+        return needs_of_switch(plan, known.devices)
 
     step = PADDING * (1 if after.kv_unified else after.n_seq_max)
     largest = Largest(*largest_context(known.limit(after), needs, step=step))
     plan = known.switch(before, after)
-    return SwitchAnswer(plan, needs_of_switch(plan, known.machine), largest)
+    return SwitchAnswer(plan, needs_of_switch(plan, known.devices), largest)
+
+
+def with_chunk(placement: Placement, tokens: int) -> Placement:
+    """Give a placement another micro-batch, and a batch that holds it."""
+    return dataclasses.replace(placement, n_ubatch=tokens, n_batch=max(placement.n_batch, tokens))
 
 
 def answer_chunk(known: Known, placement: Placement, limit: int) -> Chunk:
-    """Find the largest chunk for the prompt.
-
-    Args:
-        known: what was gathered.
-        placement: the placement of the prompt.
-        limit: tokens at most, the batch.
-
-    Returns:
-        The chunk.
-    """
+    """Find the largest chunk for a prompt in a placement, of `limit` tokens at most."""
 
     def needs(tokens: int) -> tuple[Need, ...]:
-        wanted = dataclasses.replace(placement, n_ubatch=tokens, n_batch=max(placement.n_batch, tokens))
-        return needs_of_mode(known.plan(wanted), known.machine)
+        return needs_of_mode(known.plan(with_chunk(placement, tokens)), known.devices)
 
     return largest_chunk(limit, needs)
 
@@ -198,7 +176,7 @@ def sizes_to_ask(
         n_ubatches: micro-batches that will be asked about.
 
     Returns:
-        Context, batch and micro-batch of each.
+        Context, batch and micro-batch of each, tokens.
     """
     asked = placement.n_ctx or facts.n_ctx_train or PADDING
     contexts = sorted({PADDING * placement.n_seq_max, asked, max(asked, facts.n_ctx_train)})

@@ -81,32 +81,14 @@ def layer_devices(n_layers: int, shares: Sequence[float], n_gpu_layers: int = -1
 
 
 def pieces_by_layer(facts: ModelFacts, devices: Sequence[int]) -> Iterator[Piece]:
-    """Place every tensor as layer mode (or none) does.
-
-    Args:
-        facts: the model.
-        devices: from `layer_devices`.
-
-    Yields:
-        A piece for every place that holds the tensor.
-    """
+    """Place every tensor as layer mode (or none) does: a piece for every place that holds it."""
     for tensor, part in _loaded(facts):
         for place in _places(facts, tensor, devices):
             yield Piece(tensor, place, tensor.n_bytes or 0, part)
 
 
 def pieces_by_tensor(facts: ModelFacts, cutter: Cutter, n_devices: int, n_gpu_layers: int = -1) -> Iterator[Piece]:
-    """Place every tensor as tensor mode does.
-
-    Args:
-        facts: the model.
-        cutter: of this model and these devices.
-        n_devices: how many.
-        n_gpu_layers: layers on devices, the last ones; negative for all.
-
-    Yields:
-        A piece for every device that holds some of it.
-    """
+    """Place every tensor as tensor mode does: a piece for every device that holds some of it."""
     on_meta = layer_devices(layers_of(facts).each[-1].index + 1, (1.0,), n_gpu_layers)
     for tensor, part in _loaded(facts):
         for place in _places(facts, tensor, on_meta):
@@ -154,27 +136,12 @@ def _places(facts: ModelFacts, tensor: TensorInfo, devices: Sequence[int]) -> tu
 
 
 def is_tied(facts: ModelFacts) -> bool:
-    """Tell whether the embedding is also the output matrix.
-
-    Args:
-        facts: the model.
-
-    Returns:
-        False when the file has an output matrix, or the model needs none.
-    """
+    """Tell whether the embedding is also the output matrix; not where there is an output matrix, or none is needed."""
     return facts.architecture not in _NO_OUTPUT and all(one.name != "output.weight" for one in facts.tensors)
 
 
 def weights_by_place(pieces: Sequence[Piece], backends: Mapping[int, Backend]) -> dict[int, int]:
-    """Sum pieces, padded as each place's backend pads them.
-
-    Args:
-        pieces: from one of the above.
-        backends: of every place.
-
-    Returns:
-        Bytes by place.
-    """
+    """Sum pieces by place, padded as each place's backend pads them; bytes."""
     sums = dict.fromkeys(backends, 0)
     for piece in pieces:
         sums[piece.place] += backends[piece.place].allocated(piece.tensor, piece.n_bytes)
@@ -182,13 +149,9 @@ def weights_by_place(pieces: Sequence[Piece], backends: Mapping[int, Backend]) -
 
 
 def mapped_bytes(pieces: Sequence[Piece]) -> int:
-    """Tell the bytes of file that one mapping of all pieces covers.
+    """Tell the bytes of file that one mapping covers: from the first tensor to the end of the last, by part.
 
-    Args:
-        pieces: those that lie in mapped memory; a tensor that is there twice is mapped once.
-
-    Returns:
-        From the first tensor to the end of the last, over all parts.
+    A tensor that is there twice is mapped once.
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}

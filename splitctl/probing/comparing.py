@@ -29,27 +29,14 @@ TIE_SIGMAS = 4.0
 
 
 def nmse_limit(type_k: str, type_v: str) -> float:
-    """Give the error beyond which a placement is wrong.
-
-    Args:
-        type_k: cache type of keys.
-        type_v: cache type of values.
-
-    Returns:
-        The limit of the normalised mean squared error.
-    """
+    """Give the normalised mean squared error beyond which a placement with these cache types is wrong."""
     return NMSE_LIMIT if {type_k, type_v} <= UNQUANTIZED else NMSE_LIMIT_QUANTIZED
 
 
 def sums(mine: Logits, theirs: Logits) -> tuple[float, float]:
-    """Add up the squared difference and the squared reference, in double precision; masked entries do not count.
+    """Add up the squared difference and the squared reference (float32 of one shape), in double precision.
 
-    Args:
-        mine: float32, any shape.
-        theirs: the reference, of the same shape.
-
-    Returns:
-        Both sums.
+    Masked entries do not count.
     """
     real = (np.abs(mine) < _MASK) & (np.abs(theirs) < _MASK)
     a, b = mine[real].astype(np.float64), theirs[real].astype(np.float64)
@@ -57,24 +44,15 @@ def sums(mine: Logits, theirs: Logits) -> tuple[float, float]:
 
 
 def nmse(mine: Logits, theirs: Logits) -> float:
-    """Give the mean squared difference over the mean square of the reference.
+    """Give the mean squared difference over the mean square of the reference (float32 of one shape).
 
-    Args:
-        mine: float32, any shape.
-        theirs: the reference, of the same shape.
-
-    Returns:
-        0 for equal; infinite where the reference is all zero.
+    0 for equal; infinite where the reference is all zero.
     """
     return _ratio(*sums(mine, theirs))
 
 
 def is_tie(mine: Logits, theirs: Logits) -> bool:
-    """Tell whether another top token is noise and no fault.
-
-    Args:
-        mine: float32[n_vocab].
-        theirs: the reference, float32[n_vocab].
+    """Tell whether another top token is noise and no fault; rows are float32[n_vocab].
 
     Returns:
         Whether the reference has the two candidates closer together than the noise of the whole row makes certain.
@@ -86,15 +64,7 @@ def is_tie(mine: Logits, theirs: Logits) -> bool:
 
 
 def surprise(row: Logits, token: int) -> float:
-    """Give the negative log likelihood of a token.
-
-    Args:
-        row: float32[n_vocab], logits.
-        token: the token that came.
-
-    Returns:
-        Natural units; the exponential of its mean is the perplexity.
-    """
+    """Give the negative log likelihood of a token by its logits, float32[n_vocab]; natural units."""
     values = row.astype(np.float64)
     top = float(values.max())
     return top + math.log(float(np.exp(values - top).sum())) - float(values[token])
@@ -113,12 +83,7 @@ class Tally:
         self._window: list[tuple[float, float]] = []
 
     def add(self, mine: Logits, theirs: Logits) -> None:
-        """Compare one row.
-
-        Args:
-            mine: float32[n_vocab].
-            theirs: the reference, float32[n_vocab].
-        """
+        """Compare one row with the reference's, float32[n_vocab] each."""
         error, power = sums(mine, theirs)
         self._error += error
         self._power += power
@@ -148,14 +113,7 @@ class Tally:
         return self.n_same_top / self.n_rows if self.n_rows else math.nan
 
     def numbers(self, prefix: str = "") -> dict[str, float | int]:
-        """Give the results by name.
-
-        Args:
-            prefix: put before each name.
-
-        Returns:
-            nmse, nmse_worst, top1_agreement, top1_ties and rows.
-        """
+        """Give nmse, nmse_worst, top1_agreement, top1_ties and rows, each name with a prefix."""
         return {
             f"{prefix}nmse": self.nmse,
             f"{prefix}nmse_worst": self.worst_nmse,

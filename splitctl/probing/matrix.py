@@ -30,11 +30,7 @@ class Cell:
         return self.placement.type_k, self.placement.type_v
 
     def label(self) -> str:
-        """Name the cell in a few words.
-
-        Returns:
-            For example "tensor, 3,1, f16/f16, cache on the host".
-        """
+        """Name the cell in a few words, such as "tensor, 3,1, f16/f16, cache on the host"."""
         one = self.placement
         split = "" if one.tensor_split is None else ",".join(f"{share:g}" for share in one.tensor_split) + " split, "
         where = "devices" if one.offload_kqv else "host"

@@ -1,4 +1,4 @@
-"""The try itself: one model in layer mode and in the placement asked for, compared. Runs in a child, which may die.
+"""The trial itself: one model in layer mode and in the placement asked for, compared. Runs in a child, which may die.
 
 What is tried is what is known to go wrong in some build for some architecture: batches of exactly one token and of
 several, after a prompt and after a restore; logits that are silently wrong; a state that does not come back.
@@ -12,14 +12,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llama_native import CallFailed, Context, Library, LoadCancelled, Model, state_get, state_set, state_size
+from llama_native import CallFailed, Context, Library, LoadCancelled, Model
 from splitctl.engine.engine import context_params, model_params, resolve_threads
-from splitctl.last_words import is_shortage, telling_line
 from splitctl.placement import Placement, SplitMode
 from splitctl.probing.comparing import Logits, nmse, nmse_limit
+from splitctl.probing.computing import (
+    SMALL_BYTES,
+    ProbeCancelled,
+    Wrong,
+    numbers_as_tokens,
+    put_back,
+    state_of,
+    why_failed,
+)
 from splitctl.probing.verdicts import ProbeVerdict, Verdict
 
-#: A try needs no more context than this [tokens].
+#: A trial needs no more context than this [tokens].
 MAX_CTX = 512
 
 _TEXT = "The quick brown fox jumps over the lazy dog, and 7 wizards count to 1234 while it rains in Paris."
@@ -27,28 +35,6 @@ _N_PROMPT = 24
 _N_SINGLE = 3
 _N_SEVERAL = 5
 _MAX_SEQUENCES = 4
-
-#: A model this small [bytes] takes no longer with one thread, and on a busy machine half as long: no barriers.
-SMALL_BYTES = 1 << 30
-
-
-class ProbeCancelled(Exception):
-    """The try was asked to stop."""
-
-
-class _Wrong(Exception):
-    """The placement computes, and what it computes is not right."""
-
-    def __init__(self, why: str, numbers: dict[str, float] | None = None) -> None:
-        """Build from the finding.
-
-        Args:
-            why: what is wrong.
-            numbers: what was measured.
-        """
-        self.why = why
-        self.numbers = numbers or {}
-        super().__init__(why, self.numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,19 +103,18 @@ def try_placement(
                 _restored_runs(model, target, script, state, embeddings=embeddings, stage=stage)
     except LoadCancelled as error:
         raise ProbeCancelled from error
-    except _Wrong as error:
+    except Wrong as error:
         return ProbeVerdict(Verdict.WRONG, error.why, error.numbers)
     except CallFailed as error:
-        said = telling_line(error.log_tail)
-        why = f"{error.function} failed{f': {said}' if said else ''}"
-        if is_shortage(error.log_tail):
+        why, is_short = why_failed(error)
+        if is_short:
             return ProbeVerdict(Verdict.INCONCLUSIVE, f"not enough memory for the try ({why})")
         return ProbeVerdict(Verdict.FAILS, why)
     return ProbeVerdict(Verdict.OK, numbers=numbers)
 
 
 def _shrunk(placement: Placement) -> Placement:
-    """Make the context as small as the try allows, and keep what decides: modes, devices, types, streams."""
+    """Make the context as small as the trial allows, and keep what decides: modes, devices, types, streams."""
     n_seq = min(placement.n_seq_max, _MAX_SEQUENCES)
     n_ctx = min(placement.n_ctx or MAX_CTX, MAX_CTX)
     return resolve_threads(
@@ -149,7 +134,7 @@ def _tokens(model: Model) -> list[int]:
         tokens = model.tokenize(_TEXT)
         if len(tokens) >= _N_PROMPT:
             return tokens[:_N_PROMPT]
-    return [(7919 * index + 13) % model.n_vocab for index in range(_N_PROMPT)]
+    return numbers_as_tokens(model, _N_PROMPT)
 
 
 def _script(model: Model, placement: Placement) -> _Script:
@@ -193,7 +178,7 @@ def _follow(prompt: Sequence[int], start: int, sequences: Sequence[int], n_sever
 
 
 def _open(model: Model, placement: Placement, *, embeddings: bool) -> Context:
-    """Open a context for a try."""
+    """Open a context for a trial."""
     if model.size_bytes < SMALL_BYTES:
         placement = dataclasses.replace(placement, n_threads=1, n_threads_batch=1)
     return Context(model, context_params(placement, embeddings=embeddings))
@@ -240,25 +225,25 @@ def _reference(model: Model, placement: Placement) -> tuple[bool, list[Logits]]:
         if rows and all(np.any(row) for row in rows):
             return embeddings, rows
     text = "layer mode gives nothing but zeros for this model; there is nothing to compare with"
-    raise _Wrong(text)
+    raise Wrong(text)
 
 
 def _first_run(
     model: Model, placement: Placement, script: _Script, *, embeddings: bool, stage: Callable[[str], None] | None
 ) -> tuple[list[Logits], bytearray | None]:
-    """Decode the first half of the script in a fresh context; with a stage to tell, also take its state."""
-    tell = stage or (lambda _: None)
-    tell("target: context")
+    """Decode the first half of the script in a fresh context; with stages to report, also take its state."""
+    report = stage or (lambda _: None)
+    report("target: context")
     with _open(model, placement, embeddings=embeddings) as context:
-        tell("target: first batches")
+        report("target: first batches")
         rows = _encode(context, script, embeddings=embeddings)
         if model.has_decoder:
             steps = script.before if context.has_memory else _alone(script)
             rows += _run(context, steps, embeddings=embeddings)
         if stage is None or not context.has_memory:
             return rows, None
-        tell("target: state out")
-        return rows, _state(context)
+        report("target: state out")
+        return rows, state_of(context)
 
 
 def _alone(script: _Script) -> tuple[_Step, ...]:
@@ -266,15 +251,6 @@ def _alone(script: _Script) -> tuple[_Step, ...]:
     whole = tuple(step for step in script.before if step.positions[0] == 0)
     first = whole[0]
     return (*whole, _Step(first.tokens[:1], first.positions[:1], first.seq_ids[:1]))
-
-
-def _state(context: Context) -> bytearray:
-    """Copy the state out."""
-    buffer = bytearray(state_size(context))
-    n = state_get(context, buffer)
-    if n != len(buffer):
-        raise _Wrong(f"the library announced {len(buffer)} bytes of state and wrote {n}")
-    return buffer
 
 
 def _restored_runs(
@@ -292,19 +268,16 @@ def _restored_runs(
         stage(f"target: {number} restore")
         with _open(model, placement, embeddings=embeddings) as context:
             _encode(context, script, embeddings=embeddings)
-            if state_set(context, state) != len(state):
-                raise _Wrong("the library did not read its own state to the end")
-            if _state(context) != state:
-                raise _Wrong("the state reads back changed after a restore")
+            put_back(context, state)
             stage(f"target: batches after the {number} restore")
             answers.append(_run(context, script.after, embeddings=embeddings))
     for first, second in zip(*answers, strict=True):
         if not np.isfinite(first).all():
-            raise _Wrong("logits after a restore are not finite")
+            raise Wrong("logits after a restore are not finite")
         if not np.any(first):
-            raise _Wrong("logits after a restore are all zero")
+            raise Wrong("logits after a restore are all zero")
         if first.tobytes() != second.tobytes():
-            raise _Wrong("two contexts that were given the same state go on differently")
+            raise Wrong("two contexts that were given the same state go on differently")
 
 
 def _compare(wanted: Sequence[Logits], got: Sequence[Logits], placement: Placement) -> dict[str, float]:
@@ -312,9 +285,9 @@ def _compare(wanted: Sequence[Logits], got: Sequence[Logits], placement: Placeme
     worst, agreed, n_rows = 0.0, 0, 0
     for mine, theirs in zip(got, wanted, strict=True):
         if not np.isfinite(mine).all() and np.isfinite(theirs).all():
-            raise _Wrong("its logits are not finite")
+            raise Wrong("its logits are not finite")
         if not np.any(mine):
-            raise _Wrong("its logits are all zero")
+            raise Wrong("its logits are all zero")
         worst = max(worst, nmse(mine, theirs))
         agreed += int((mine.argmax(axis=1) == theirs.argmax(axis=1)).sum())
         n_rows += len(mine)
@@ -323,5 +296,5 @@ def _compare(wanted: Sequence[Logits], got: Sequence[Logits], placement: Placeme
     if worst > limit:
         top = f"{agreed} of {n_rows} top tokens equal"
         text = f"its logits differ from layer mode's: NMSE {worst:.3g} (limit {limit:g}), {top}"
-        raise _Wrong(text, numbers)
+        raise Wrong(text, numbers)
     return numbers

@@ -17,14 +17,7 @@ from splitctl.planning.reservation import Reservation
 
 
 def can_reserve(library: Library) -> bool:
-    """Tell whether a build can plan without allocating.
-
-    Args:
-        library: the open library.
-
-    Returns:
-        Whether its model parameters have `no_alloc`.
-    """
+    """Tell whether a build can plan without allocating: its model parameters have `no_alloc`."""
     return "no_alloc" in library.profile.model_fields
 
 
@@ -42,11 +35,8 @@ def reserve(
         library: the open library.
         model_path: the GGUF.
         placement: the placement; the sizes of its context are replaced.
-        sizes: context, batch and micro-batch of each, tokens.
+        sizes: context, batch and micro-batch of each, tokens; one that the library refuses is left out.
         on_stage: told what is being done, so that a death can be placed.
-
-    Returns:
-        One reservation a size; a size that the library refuses is left out.
 
     Raises:
         CallFailed: the model cannot be placed so.

@@ -2,7 +2,7 @@
 
 Laws:
     1. A verdict belongs to everything that could change it (`ProbeKey`): another build or head count asks again.
-    2. What came of a shortage is not remembered: the next try may have the memory.
+    2. What came of a shortage is not remembered: the next trial may have the memory.
     3. The file is written whole to a temporary file and renamed; a damaged file counts as empty.
 """
 
@@ -33,7 +33,7 @@ _SIGKILL = 9
 
 
 class Verdict(enum.Enum):
-    """What a try came to."""
+    """What a trial came to."""
 
     OK = "ok"
     WRONG = "wrong"
@@ -44,13 +44,13 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ProbeVerdict:
-    """What a try came to, why, and its numbers.
+    """What a trial came to, why, and its numbers.
 
     Attributes:
         verdict: the kind.
         why: one phrase; empty for OK.
         numbers: what was measured, by name.
-        remembered: whether it comes from the file and not from a try just now.
+        remembered: whether it comes from the file and not from a trial just now.
     """
 
     verdict: Verdict
@@ -59,26 +59,15 @@ class ProbeVerdict:
     remembered: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Give the verdict as plain values.
-
-        Returns:
-            Keys verdict, why, numbers.
-        """
+        """Give the verdict as plain values: verdict, why, numbers."""
         return {"verdict": self.verdict.value, "why": self.why, "numbers": dict(self.numbers)}
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any], *, remembered: bool = False) -> ProbeVerdict:
         """Read back what `to_json` gave.
 
-        Args:
-            plain: its keys and values.
-            remembered: whether it was read from the file.
-
-        Returns:
-            The verdict.
-
         Raises:
-            ValueError: it is none.
+            ValueError: it is no verdict.
         """
         try:
             numbers = {str(name): float(value) for name, value in plain["numbers"].items()}
@@ -88,13 +77,9 @@ class ProbeVerdict:
 
 
 def shape_of(facts: ModelFacts) -> str:
-    """Name what a model's header says that can change a verdict.
+    """Name what a model's header says that can change a verdict; equal for models of one shape.
 
-    Args:
-        facts: the header's facts.
-
-    Returns:
-        The architecture and a hash of its sizes, heads, norms and memories; equal for models of one shape.
+    The architecture, and a hash of its sizes, heads, norms and memories.
     """
     sizes = (
         facts.n_layer, facts.n_embd, facts.n_head, facts.n_head_kv, facts.n_embd_head_k, facts.n_embd_head_v,
@@ -151,9 +136,6 @@ class ProbeKey:
             placement: the placement to try.
             device_names: the devices that stand behind a placement that names none.
             rpc: the RPC servers in use, HOST:PORT each.
-
-        Returns:
-            The key.
         """
         plain = placement.normalise()
         # Tensor mode turns an automatic choice on, always: one verdict serves both spellings.
@@ -173,23 +155,12 @@ class ProbeKey:
         )
 
     def text(self) -> str:
-        """Give the key as text.
-
-        Returns:
-            A JSON array; equal keys have equal texts.
-        """
+        """Give the key as text, a JSON array; equal keys have equal texts."""
         return json.dumps([getattr(self, field.name) for field in dataclasses.fields(self)])
 
 
 def build_id(library: Path) -> str:
-    """Name a build by its files: the library and the ggml files beside it.
-
-    Args:
-        library: the library file.
-
-    Returns:
-        A hash that changes when a file is replaced; the files' bytes are not read.
-    """
+    """Hash the names, sizes and times of a library and the ggml files beside it: it changes when one is replaced."""
     folder = library.resolve().parent
     files = {library.resolve(), *folder.glob("libggml*.so*"), *folder.glob("libllama*.so*")}
     digest = hashlib.sha256()
@@ -233,22 +204,11 @@ class VerdictCache:
     """
 
     def __init__(self, path: Path) -> None:
-        """Name the file; nothing is read or made yet.
-
-        Args:
-            path: the file; its folder is made when the first verdict is kept.
-        """
+        """Name the file; its folder is made when the first verdict is kept."""
         self._path = path
 
     def get(self, key: ProbeKey) -> ProbeVerdict | None:
-        """Look a verdict up.
-
-        Args:
-            key: what it depends on.
-
-        Returns:
-            The verdict, or None when it is not known or the file cannot be read.
-        """
+        """Look a verdict up; None when it is not known or the file cannot be read."""
         plain = self._read().get(key.text())
         if not isinstance(plain, dict):
             return None
@@ -258,14 +218,7 @@ class VerdictCache:
             return None
 
     def put(self, key: ProbeKey, verdict: ProbeVerdict) -> bool:
-        """Keep a verdict, unless it came of a shortage.
-
-        Args:
-            key: what it depends on.
-            verdict: what was found; it takes the place of what was found before.
-
-        Returns:
-            Whether it was kept.
+        """Keep a verdict in place of an earlier one, unless it came of a shortage; tells whether it was kept.
 
         Raises:
             OSError: the file cannot be written.

@@ -1,6 +1,6 @@
 """What a build does with one placement, measured in a child that may die of it: `verify` in the worker.
 
-Everything that is found is told as soon as it is, because the next step may be the last.
+What is found is reported at once, because the next step may be the last.
 """
 
 from __future__ import annotations
@@ -17,13 +17,21 @@ from typing import IO, Any
 
 import numpy as np
 
-from llama_native import CallFailed, Context, Library, LoadCancelled, Model, state_get, state_set, state_size
+from llama_native import CallFailed, Context, Library, LoadCancelled, Model
 from splitctl.engine.buffer_lines import BufferLine, buffer_lines
-from splitctl.engine.engine import context_params, model_params, resolve_threads
-from splitctl.last_words import is_shortage, telling_line
+from splitctl.engine.engine import FLASH_TURNED_OFF, context_params, model_params, resolve_threads
+from splitctl.last_words import telling_line
 from splitctl.placement import FlashAttn, Placement, SplitMode
 from splitctl.probing.comparing import MAX_KEPT_BYTES, Logits, Tally, nmse_limit, surprise
-from splitctl.probing.probe import SMALL_BYTES, ProbeCancelled
+from splitctl.probing.computing import (
+    SMALL_BYTES,
+    ProbeCancelled,
+    Wrong,
+    numbers_as_tokens,
+    put_back,
+    state_of,
+    why_failed,
+)
 from splitctl.probing.verdicts import Verdict
 
 #: Tokens of one decode while a text is read: later ones find their predecessors in the cache.
@@ -35,14 +43,9 @@ _N_SPARE = 16
 
 _FLOAT_BYTES = 4
 _RETRIED = "retrying without pipeline parallelism"
-_FLASH_OFF = re.compile(r"flash attention\b.*\bset to disabled", re.IGNORECASE)
 _STATUS = re.compile(r"^(VmRSS|VmHWM):\s+(\d+) kB$", re.MULTILINE)
 
 Found = dict[str, Any]
-
-
-class _Wrong(Exception):
-    """The placement computes, and what it computes is not right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ class _Listener:
             return
         self.buffers += buffer_lines([text])
         self.is_degraded = self.is_degraded or _RETRIED in text
-        self.is_flash_off = self.is_flash_off or bool(_FLASH_OFF.search(text))
+        self.is_flash_off = self.is_flash_off or bool(FLASH_TURNED_OFF.search(text))
 
 
 def measure(
@@ -121,7 +124,7 @@ def measure(
             raise ProbeCancelled
         on_stage(name, done)
 
-    def tell() -> None:
+    def report() -> None:
         found["rss_peak_bytes"] = _memory()["VmHWM"]
         found["buffers"] = [{"name": one.buffer, "kind": one.kind, "bytes": one.n_bytes} for one in heard.buffers]
         found["buffer_bytes"] = sum(one.n_bytes for one in heard.buffers)
@@ -129,22 +132,21 @@ def measure(
         on_found(found)
 
     try:
-        _measure(library, model_path, placement, task, found, heard, stage, tell, is_cancelled)
+        _measure(library, model_path, placement, task, found, heard, stage, report, is_cancelled)
         found |= {"verdict": Verdict.OK.value, "why": ""}
     except LoadCancelled as error:
         raise ProbeCancelled from error
-    except _Wrong as error:
+    except Wrong as error:
         found |= {"verdict": Verdict.WRONG.value, "why": str(error)}
     except CallFailed as error:
-        said = telling_line(error.log_tail)
-        why = f"{error.function} failed{f': {said}' if said else ''}"
-        is_short = is_shortage(error.log_tail)
+        why, is_short = why_failed(error)
         verdict = Verdict.INCONCLUSIVE if is_short else Verdict.FAILS
         found |= {"verdict": verdict.value, "why": f"not enough memory: {why}" if is_short else why}
+        said = telling_line(error.log_tail)
         found["end"] = {"by": "return", "function": error.function, "code": error.rc, "said": said}
     finally:
         stop()
-    tell()
+    report()
     found["effective"] = _effective(placement, heard) if found["loads"] else None
     return found
 
@@ -157,41 +159,41 @@ def _measure(
     found: Found,
     heard: _Listener,
     stage: Callable[..., None],
-    tell: Callable[[], None],
+    report: Callable[[], None],
     is_cancelled: Callable[[], bool],
 ) -> None:
     """Load, read, generate, take the state out and put it back; what is found is put into `found`."""
     stage("loading", 0.0)
 
     def loading(share: float) -> bool:
-        # A large model takes longer than a silence that is borne.
+        # A large model takes longer to load than a child may be silent.
         stage("loading", share)
         return not is_cancelled()
 
     with ExitStack() as stack:
         model = stack.enter_context(Model.load(library, model_path, model_params(placement), progress=loading))
         found["model_bytes"] = model.size_bytes
-        tell()
+        report()
         tokens = _tokens(model, task)
         fitted = _fitted(placement, len(tokens) + task.n_generate + _N_SPARE, model.size_bytes)
         stage("making the context")
-        with _open(model, fitted) as context:
+        with Context(model, context_params(fitted, embeddings=False)) as context:
             heard.is_listening = False
             found["flash_attn"] = _flash_attn(placement, heard).value
             found |= {"loads": True, "n_tokens": len(tokens), "n_vocab": model.n_vocab, "n_ctx": context.n_ctx}
-            tell()
+            report()
             _encode(context, tokens)
             last = _read(context, tokens, task, fitted, found, stage)
-            tell()
+            report()
             generated = _generate(context, last, len(tokens), task.n_generate, stage)
             found |= _text(model, generated)
-            tell()
+            report()
             if not context.has_memory:
                 return
             stage("taking the state out")
-            state = _state(context)
+            state = state_of(context)
             found["state_bytes"] = len(state)
-            tell()
+            report()
         n_past = len(tokens) + max(len(generated) - 1, 0)
         found["state_equal"] = False
         _restore_twice(model, fitted, tokens, state, n_past, stage)
@@ -202,7 +204,7 @@ def _tokens(model: Model, task: Task) -> list[int]:
     """Turn the text into tokens, as many as are asked for and as the file of logits may hold."""
     most = max(2, min(task.n_tokens, MAX_KEPT_BYTES // (_FLOAT_BYTES * model.n_vocab)))
     if not model.has_tokenizer:
-        return [(7919 * index + 13) % model.n_vocab for index in range(most)]
+        return numbers_as_tokens(model, most)
     return model.tokenize(task.text)[:most]
 
 
@@ -211,11 +213,6 @@ def _fitted(placement: Placement, n_needed: int, weight_bytes: int) -> Placement
     n_ctx = max(placement.n_ctx, -(-n_needed // 256) * 256)
     n_threads = placement.n_threads or int(weight_bytes < SMALL_BYTES)
     return resolve_threads(placement.changed(n_ctx=n_ctx, n_threads=n_threads))
-
-
-def _open(model: Model, placement: Placement) -> Context:
-    """Open a context."""
-    return Context(model, context_params(placement, embeddings=False))
 
 
 def _encode(context: Context, tokens: list[int]) -> None:
@@ -261,7 +258,7 @@ def _judge(tally: Tally, placement: Placement) -> None:
     limit = nmse_limit(placement.type_k, placement.type_v)
     if tally.n_rows and tally.worst_nmse > limit:
         top = f"{tally.n_same_top} of {tally.n_rows} top tokens equal"
-        raise _Wrong(
+        raise Wrong(
             f"its logits differ from the reference mode's: NMSE {tally.worst_nmse:.3g} (limit {limit:g}), {top}"
         )
 
@@ -271,9 +268,9 @@ def _row(context: Context, index: int) -> Logits:
     row = np.frombuffer(context.logits(index), np.float32)
     # A mask is minus infinity; a vocabulary of nothing else, or a NaN, is a fault.
     if np.isnan(row).any() or not np.isfinite(row).any() or np.isposinf(row).any():
-        raise _Wrong("its logits are not finite")
+        raise Wrong("its logits are not finite")
     if not np.any(row):
-        raise _Wrong("its logits are all zero")
+        raise Wrong("its logits are all zero")
     return row
 
 
@@ -325,15 +322,6 @@ def _text(model: Model, generated: list[int]) -> Found:
     }
 
 
-def _state(context: Context) -> bytearray:
-    """Copy the state out."""
-    buffer = bytearray(state_size(context))
-    n = state_get(context, buffer)
-    if n != len(buffer):
-        raise _Wrong(f"the library announced {len(buffer)} bytes of state and wrote {n}")
-    return buffer
-
-
 def _restore_twice(
     model: Model, placement: Placement, tokens: list[int], state: bytearray, n_past: int, stage: Callable[..., None]
 ) -> None:
@@ -341,16 +329,13 @@ def _restore_twice(
     answers: list[list[bytes]] = []
     for which in ("a fresh context", "a second fresh context"):
         stage(f"putting the state into {which}")
-        with _open(model, placement) as context:
+        with Context(model, context_params(placement, embeddings=False)) as context:
             _encode(context, tokens)
-            if state_set(context, state) != len(state):
-                raise _Wrong("the library did not read its own state to the end")
-            if _state(context) != state:
-                raise _Wrong("the state reads back changed after a restore")
+            put_back(context, state)
             stage("going on after a restore")
             answers.append([row.tobytes() for row in _go_on(context, tokens, n_past)])
     if answers[0] != answers[1]:
-        raise _Wrong("two contexts that were given the same state go on differently")
+        raise Wrong("two contexts that were given the same state go on differently")
 
 
 def _go_on(context: Context, tokens: list[int], n_past: int) -> Iterator[Logits]:

@@ -8,14 +8,9 @@ from splitctl.placement import Placement
 
 
 def device_peaks(library: Library, placement: Placement) -> tuple[DevicePeak, ...]:
-    """Read the memory in use on every device of a placement.
+    """Read the memory in use on every device of a placement (one that names none uses all of the library's).
 
-    Args:
-        library: the open library.
-        placement: the placement; one that names no device uses all of the library's.
-
-    Returns:
-        One entry a device, over everything on it; a processor has no memory of its own, and no number.
+    A processor has no memory of its own, and no number.
     """
     kinds = {device.name: device.kind for device in library.devices(memory=False)}
     names = placement.devices or tuple(kinds)

@@ -17,7 +17,7 @@ class Finding:
         code: stable name for programs.
         text: one sentence with the fact, the limit and the way out.
         blocking: whether the placement is refused for it; otherwise it is a warning.
-        settled_by_probe: whether a try in a child process can lift it.
+        settled_by_probe: whether a trial in a child process can lift it.
     """
 
     code: str

@@ -3,7 +3,7 @@
 Laws:
     1. Pure: the same facts give the same findings; nothing is read, asked or tried here.
     2. Every finding names the fact, the limit and the way out.
-    3. What a try in a child process saw wins over the tables, in both directions. ALiBi is the exception: its wrong
+    3. What a trial in a child process saw wins over the tables, in both directions. ALiBi is the exception: its wrong
        logits can pass a comparison, so it stays refused on several devices until a build proves right.
 """
 
@@ -65,7 +65,7 @@ class _Case:
         return tuple(one for one in (self.target.type_k, self.target.type_v) if one in tables.QUANTIZED_CACHE_TYPES)
 
     def known(self, code: str, text: str) -> Finding:
-        """Make a finding that comes from a table, so that a try can lift it."""
+        """Make a finding that comes from a table, so that a trial can lift it."""
         return Finding(code, text, settled_by_probe=True)
 
 
@@ -87,7 +87,7 @@ def check(
         build: the library.
         host: the machine.
         session: what the session holds.
-        probe: what a try of the target in a child process saw; None or inconclusive when nothing is known.
+        probe: what a trial of the target in a child process saw; None or inconclusive when nothing is known.
 
     Returns:
         Findings, blocking ones first; the placement is refused when one is blocking.
@@ -100,31 +100,20 @@ def check(
 
 
 def refused(findings: Iterable[Finding]) -> tuple[Reason, ...]:
-    """Give the reasons of a refusal.
-
-    Args:
-        findings: from `check`.
-
-    Returns:
-        Those of the blocking ones; empty when the placement may be tried.
-    """
+    """Give the reasons of blocking findings; empty when the placement may be tried."""
     return tuple(finding.reason for finding in findings if finding.blocking)
 
 
 def worth_a_try(findings: Iterable[Finding]) -> bool:
-    """Tell whether a try in a child process can still change the answer.
+    """Tell whether a trial in a child process can still change the answer.
 
-    Args:
-        findings: from `check` without a verdict.
-
-    Returns:
-        False when something blocks that no try can lift.
+    False when something blocks that no trial can lift.
     """
     return all(finding.settled_by_probe or not finding.blocking for finding in findings)
 
 
 def _settled(found: list[Finding], probe: ProbeVerdict, case: _Case) -> Iterator[Finding]:
-    """Let a try's verdict stand over what the tables say."""
+    """Let a trial's verdict stand over what the tables say."""
     for finding in found:
         if not (finding.settled_by_probe and finding.blocking and probe.verdict is Verdict.OK):
             yield finding
@@ -186,7 +175,7 @@ def _mode(case: _Case) -> Iterator[Finding]:
 
 
 def _adapters(case: _Case) -> Iterator[Finding]:
-    """Adapters, which tensor mode cannot split; a try loads none, so it settles nothing."""
+    """Adapters, which tensor mode cannot split; a trial loads none, so it settles nothing."""
     n_adapters = case.session.n_adapters
     if n_adapters and case.target.mode is SplitMode.TENSOR:
         text = (

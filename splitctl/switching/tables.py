@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"\.(\d{4,6})$")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ArchitectureFault:
     """Architectures with one fault in tensor mode.
 
     Args:
@@ -39,8 +39,8 @@ class Row:
 
 
 #: Architectures that cannot run in tensor mode, with what happens.
-TENSOR_ARCHITECTURES: tuple[Row, ...] = (
-    Row(
+TENSOR_ARCHITECTURES: tuple[ArchitectureFault, ...] = (
+    ArchitectureFault(
         frozenset(
             {
                 "grok",
@@ -77,13 +77,13 @@ TENSOR_ARCHITECTURES: tuple[Row, ...] = (
         ),
         "libllama refuses it when the model loads",
     ),
-    Row(frozenset({"qwen4exp"}), "libllama refuses it when the model loads", fixed_in=11549),
-    Row(frozenset({"deepseek4"}), "libllama refuses it when the model loads", fixed_in=11063),
-    Row(
+    ArchitectureFault(frozenset({"qwen4exp"}), "libllama refuses it when the model loads", fixed_in=11549),
+    ArchitectureFault(frozenset({"deepseek4"}), "libllama refuses it when the model loads", fixed_in=11063),
+    ArchitectureFault(
         frozenset({"rwkv6", "rwkv7", "arwkv7", "rwkv6qwen2", "t5encoder"}),
         "libllama aborts when the context is made (llama-model.cpp, suffix_fallback)",
     ),
-    Row(
+    ArchitectureFault(
         frozenset({"chameleon", "jina-bert-v2"}),
         "libllama aborts at the first decode (ggml-backend-meta.cpp, unsupported split of a norm)",
     ),
@@ -112,10 +112,7 @@ OPAQUE_STATES = frozenset({"deepseek4"})
 
 
 def build_number(version: str) -> int | None:
-    """Find llama.cpp's build number in a package's version.
-
-    Args:
-        version: for example "xllamacpp 2026.10.11549" or "0.11739".
+    """Find llama.cpp's build number in a package's version, such as "xllamacpp 2026.10.11549" or "0.11739".
 
     Returns:
         The number, or one that it is not older than; None where neither is known.
@@ -125,26 +122,14 @@ def build_number(version: str) -> int | None:
 
 
 def is_measured(version: str) -> bool:
-    """Tell whether the tables were filled by watching this build.
-
-    Args:
-        version: as for `build_number`.
-
-    Returns:
-        True for a build of `MEASURED`.
-    """
+    """Tell whether the tables were filled by watching the build of this version."""
     return version.strip() in MEASURED
 
 
 def tensor_fault(architecture: str, number: int | None) -> str | None:
-    """Look an architecture up.
+    """Tell what a build (None: of unknown number) does with an architecture in tensor mode.
 
-    Args:
-        architecture: its GGUF name.
-        number: the build's number; None when it is not known.
-
-    Returns:
-        What the build does with it in tensor mode; None when no row names it.
+    None when no row names it.
     """
     for row in TENSOR_ARCHITECTURES:
         fixed = row.fixed_in is not None and number is not None and number >= row.fixed_in

@@ -10,7 +10,7 @@ from splitctl.errors import Parked, Refused, SplitctlError
 from splitctl.ipc.jobs import Failure, Fault, fault_of
 from splitctl.last_words import is_shortage, telling_line
 from splitctl.model.chat import ChatTemplateFailed
-from splitctl.probing.probe import ProbeCancelled
+from splitctl.probing.computing import ProbeCancelled
 
 #: Errors that only a worker knows, first match first; `fault_of` knows the others.
 _FAULTS: Mapping[type[Exception], Fault] = {

@@ -18,7 +18,7 @@ from splitctl.cli.output import ExitCode
 from splitctl.errors import ConfigInvalid
 from splitctl.placement import SplitMode
 from splitctl.planning.cost import MAX_TOKENS, Choice, ModeRates, Rates, RatesInvalid, Work, compare, parse_rates
-from splitctl.planning.payoff import Observed, look_back
+from splitctl.planning.payoff import SwitchedRun, look_back
 
 #: RTX 4070 and 3060, 27B Q5_K_M, q8_0 cache.
 _A = Rates(5.2, ModeRates(807.57, 14.80), ModeRates(507.92, 19.76))
@@ -340,7 +340,7 @@ def test_explain_refuses_in_one_line(
 
 # -- what a run says of its own switch ---------------------------------------------------------------------------------
 
-_RUN = Observed(SplitMode.LAYER, SplitMode.TENSOR, SplitMode.TENSOR, 58300, 72.2, 1000, 50.6, 5.2)
+_RUN = SwitchedRun(SplitMode.LAYER, SplitMode.TENSOR, SplitMode.TENSOR, 58300, 72.2, 1000, 50.6, 5.2)
 
 
 def test_a_run_that_cannot_tell_says_what_it_would_take() -> None:
@@ -396,7 +396,7 @@ def test_hindsight_never_contradicts_the_whole_truth(
     assume(tensor.generate_tps <= 2 * layer.generate_tps)
     reader, writer = (tensor, layer) if opposite else (layer, tensor)
     modes = (SplitMode.TENSOR, SplitMode.LAYER) if opposite else (SplitMode.LAYER, SplitMode.TENSOR)
-    seen = Observed(
+    seen = SwitchedRun(
         modes[0], modes[1], modes[1], n_prompt, n_prompt / reader.prompt_tps,
         n_generated, n_generated / writer.generate_tps, switch_s,
     )  # fmt: skip

@@ -207,4 +207,4 @@ def test_a_dry_run_is_asked_for_sizes_that_enclose_all_others() -> None:
 def test_plans_are_pure() -> None:
     """The same facts give the same plan."""
     known = _known(free=1 << 30)
-    assert plan_mode(known.facts, PLAIN, known.machine) == plan_mode(known.facts, PLAIN, known.machine)
+    assert plan_mode(known.facts, PLAIN, known.devices) == plan_mode(known.facts, PLAIN, known.devices)
