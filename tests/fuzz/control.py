@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any
 
 import psutil
@@ -234,7 +235,7 @@ def fuzz(address: Address, pid: int, n_cases: int, seed: int, *, tell: Callable[
             for end in pool.map(one, numbers):
                 tally.n_cases += 1
                 tally.ends[end] = tally.ends.get(end, 0) + 1
-            _settle(address)
+            _settle(address, process)
             memory, fds = process.memory_info().rss, process.num_fds()
             tally.growth_bytes, tally.growth_fds = memory - tally.growth_bytes, fds - tally.growth_fds
     if tally.growth_bytes > GROWTH_BYTES:
@@ -246,10 +247,17 @@ def fuzz(address: Address, pid: int, n_cases: int, seed: int, *, tell: Callable[
     return tally
 
 
-def _settle(address: Address) -> None:
-    """Wait until the streams of clients that left are over."""
+def _settle(address: Address, process: psutil.Process) -> None:
+    """Wait until what clients that left have asked for is over, and every connection but the listening one is closed.
+
+    A host closes a connection after its last line: whoever has read that line may look at its descriptors too early.
+    """
+    deadline = monotonic() + _GUARD_S
     while ask(address, StatusRequest())["streams"]:
         pass
+    while sum(one.laddr == str(address.path) for one in process.net_connections("unix")) > 1:
+        if monotonic() > deadline:
+            raise Finding(f"a connection is still open {_GUARD_S:g} s after its client left")
 
 
 def _tokens(address: Address) -> list[int]:
