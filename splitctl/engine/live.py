@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 
 from llama_native import CallFailed
-from splitctl.carry.arena import Arena
+from splitctl.carry.arena import Arenas
 from splitctl.engine.slot import Slot
 from splitctl.engine.turn import Turn
 from splitctl.errors import Cancelled, ConfigInvalid, ContextFull
@@ -64,7 +64,7 @@ class LiveSession:
         facts: ModelFacts,
         placement: Placement,
         cancel: CancelFlag,
-        arenas: tuple[Arena, Arena] | None = None,
+        arenas: Arenas | None = None,
     ) -> None:
         """Hold the parts; ``placement`` is the one that the engine serves in, as the library resolved it."""
         self.engine = engine
@@ -75,7 +75,7 @@ class LiveSession:
         self.placing = threading.Lock()
         """Held while anything is freed or placed, and while free memory is read: the two must not meet (law 5)."""
         self.slots = {seq_id: Slot(seq_id) for seq_id in range(placement.n_seq_max)}
-        self.arena, self.spare = arenas or (Arena(), Arena())
+        self.arenas = arenas or Arenas()
         self.n_decodes = 0
         self.pending_shift = False
         self.state_shape: tuple[frozenset[int], tuple[str, ...], bool | None, tuple[bool, ...]] | None = None
@@ -83,7 +83,7 @@ class LiveSession:
         self.has_memory = engine.live_context.has_memory
         self.n_vocab = self.model.n_vocab
         self.is_encoder_decoder = self.model.has_encoder and self.model.has_decoder
-        self.decoder_start = self.model.decoder_start_token
+        self.decoder_start = max(self.model.decoder_start_token, 0)
 
     @property
     def model(self) -> Model:
@@ -123,9 +123,9 @@ class LiveSession:
                 n_tokens, placement.type_k, placement.type_v, n_sequences=placement.n_seq_max
             )
             if psutil.virtual_memory().available > 2 * n_copies * n_bytes:
-                for arena in (self.arena, self.spare)[:n_copies]:
+                for arena in self.arenas.both[:n_copies]:
                     arena.reserve(n_bytes)
-        return self.arena.n_bytes + self.spare.n_bytes
+        return self.arenas.n_bytes
 
     def check_room(self, seq_id: int, n_new: int) -> None:
         """Refuse tokens that the cache has no cells for, before anything is decoded.
@@ -136,18 +136,18 @@ class LiveSession:
         """
         if not self.has_memory:
             self.check_encoder(n_new)
-        if not self.has_memory or self.facts.is_recurrent:
-            return
-        held, room = self._held_and_room(seq_id)
-        if held + n_new > room:
-            raise ContextFull(held, n_new, room)
+        full = self.why_full(seq_id, n_new)
+        if full is not None:
+            raise full
 
-    def short_of(self, seq_id: int, n_new: int) -> int:
-        """Count the cells that are missing for new tokens of a sequence; 0 where they fit."""
+    def why_full(self, seq_id: int, n_new: int) -> ContextFull | None:
+        """Return the error that so many more tokens would be; None where they fit."""
         if not self.has_memory or self.facts.is_recurrent:
-            return 0
-        held, room = self._held_and_room(seq_id)
-        return max(0, held + n_new - room)
+            return None
+        context, unified = self.engine.live_context, self.placement.kv_unified
+        held = sum(s.n_past for s in self.slots.values()) if unified else self.slots[seq_id].n_past
+        room = context.n_ctx if unified or self.placement.n_seq_max == 1 else context.n_ctx_seq
+        return ContextFull(held, n_new, room) if held + n_new > room else None
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Refuse an empty prompt, and tokens that the vocabulary does not have.
@@ -164,18 +164,8 @@ class LiveSession:
 
     def is_full(self, seq_id: int) -> bool:
         """Tell whether a sequence's newest token is the last that its memory has a cell for."""
-        if not self.has_memory or self.facts.is_recurrent:
-            return False
-        held, room = self._held_and_room(seq_id)
         slot = self.slots[seq_id]
-        return held + (len(slot.tokens) - slot.n_past) >= room
-
-    def _held_and_room(self, seq_id: int) -> tuple[int, int]:
-        """Return the cells that count against a sequence's room, and the room."""
-        context = self.engine.live_context
-        unified = self.placement.kv_unified
-        held = sum(s.n_past for s in self.slots.values()) if unified else self.slots[seq_id].n_past
-        return held, context.n_ctx if unified or self.placement.n_seq_max == 1 else context.n_ctx_seq
+        return self.why_full(seq_id, len(slot.tokens) - slot.n_past + 1) is not None
 
     def check_encoder(self, n_tokens: int) -> None:
         """Refuse more tokens than an encoder reads at once: the library would abort.

@@ -43,20 +43,27 @@ class Slot:
         """Whether a next token can be drawn without a decode."""
         return self.logits.size > 0 and self.n_past == len(self.tokens)
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether the newest token has been drawn and delivered, and not been decoded yet."""
+        return self.n_past < len(self.tokens)
+
+    def set_sampler(self, sampler: Sampler | None) -> None:
+        """Draw with another sampler from now on; frees the one before."""
+        old, self.sampler = self.sampler, sampler
+        if old is not None:
+            old.close()
+
     def take_rows(self, logits: NDArray[np.float32], output_ids: NDArray[np.int32]) -> None:
         """Keep the rows of a decode: float32[n_outputs, n_vocab] and int32[n_outputs]."""
         self.logits, self.output_ids = logits, output_ids
-
-    def token_array(self) -> NDArray[np.int32]:
-        """Return int32[n], a copy of the tokens."""
-        return np.array(self.tokens, np.int32)
 
     def carry(self) -> SequenceCarry:
         """Return the sequence as it travels; the logits are shared, the rest copied."""
         sampler = self.sampler
         return SequenceCarry(
             seq_id=self.seq_id,
-            tokens=self.token_array(),
+            tokens=np.array(self.tokens, np.int32),
             n_past=self.n_past,
             logits=self.logits,
             output_ids=self.output_ids,
@@ -68,6 +75,5 @@ class Slot:
 
     def clear(self) -> None:
         """Forget everything and free the sampler."""
-        if self.sampler is not None:
-            self.sampler.close()
+        self.set_sampler(None)
         self.__init__(self.seq_id)  # type: ignore[misc]

@@ -1,15 +1,20 @@
 """Decoding for a session: prompts, drawn tokens, cuts, copies and shifts, and the trial that ends a switch.
 
+Main path: ``fill`` keeps what a sequence has in common with a prompt, ``read`` reads the rest of it a batch at a time,
+``step`` decodes what several sequences have pending and draws the next token of each.
+
 Laws:
     1. The memory and the slots agree after every call, whether it returned or raised.
     2. The first decode after a switch is its trial: one that fails is fallen back from, and done again in the old
        placement.
-    3. A copy or a shift is whole when its call returns: none is left for a later decode, where a saved state would
+    3. A step that failed has drawn nothing, for no sequence.
+    4. A copy or a shift is whole when its call returns: none is left for a later decode, where a saved state would
        miss it.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +28,7 @@ from llama_native import (
     state_set,
     state_size,
 )
-from splitctl.carry.sequence import SamplerSpec, no_logits, no_tokens
+from splitctl.carry.sequence import SamplerSpec, Token, common, no_logits, no_tokens
 from splitctl.engine.live import Batch, batches
 from splitctl.engine.sampler import Sampler
 from splitctl.errors import Cancelled, ConfigInvalid, Reason, Refused
@@ -40,6 +45,21 @@ if TYPE_CHECKING:
     from splitctl.switching.switcher import Switcher
 
 
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """What is left to do until a sequence holds its prompt.
+
+    Attributes:
+        n_kept: tokens that it holds already.
+        rest: tokens to read after them.
+        pending: a token that was drawn and delivered before, and is not to be read; None: draw the next one.
+    """
+
+    n_kept: int
+    rest: tuple[int, ...]
+    pending: int | None
+
+
 class Decoder:
     """Decodes for one session. Thread: the session's turn guards it."""
 
@@ -49,8 +69,49 @@ class Decoder:
         self._switcher = switcher
         self._effects = switcher.effects
 
-    def begin_decoder(self, slot: Slot, tokens: Sequence[int]) -> list[int]:
-        """Give an encoder-decoder's prompt to its encoder; the decoder starts with its own first token.
+    # ---- prompts ----
+
+    def fill(
+        self, slot: Slot, tokens: Sequence[int], *, n_delivered: int, encoder_tokens: Sequence[int] | None
+    ) -> Filling:
+        """Let a sequence keep of what it holds as much as ``tokens`` begin with; see :meth:`Session.fill`."""
+        live = self._live
+        slot.set_sampler(None)
+        if live.is_encoder_decoder and encoder_tokens is None:
+            # An encoder reads its prompt as a whole, so nothing of another one can be kept.
+            self.empty(slot)
+            n_prompt = len(tokens) - n_delivered
+            encoder_tokens, tokens = tokens[:n_prompt], (live.decoder_start, *tokens[n_prompt:])
+        elif live.is_encoder_decoder and tuple(slot.encoder_tokens.tolist()) != tuple(encoder_tokens or ()):
+            self.empty(slot)
+        wanted, pending = (tokens[:-1], tokens[-1]) if n_delivered else (tokens, None)
+        n_kept = self._keep_common(slot, wanted, needs_logits=pending is None)
+        if encoder_tokens and not slot.encoder_tokens.size:
+            self.encode_prompt(slot, encoder_tokens)
+        return Filling(n_kept, tuple(wanted[n_kept:]), pending)
+
+    def _keep_common(self, slot: Slot, wanted: Sequence[int], *, needs_logits: bool) -> int:
+        """Cut a sequence to what it has in common with what is wanted; returns the tokens that are left."""
+        n_common = common(slot.tokens[: slot.n_past], wanted)
+        if n_common == len(wanted) and needs_logits and not (n_common == slot.n_past and slot.logits.size):
+            n_common = max(n_common - 1, 0)
+        if n_common == 0:
+            self.empty(slot)
+            return 0
+        return self.keep(slot, n_common)
+
+    def read(self, slot: Slot, tokens: Sequence[int], *, n_most: int | None = None, draws_next: bool = True) -> int:
+        """Read the beginning of ``tokens``, a batch at most; see :meth:`Session.read`."""
+        n_batch = self._live.placement.n_batch
+        n = min(len(tokens), n_most or n_batch, n_batch)
+        self._live.check_room(slot.seq_id, n)
+        is_last = draws_next and n == len(tokens)
+        for batch in batches(slot.seq_id, tokens[:n], slot.n_past, n, last_output=is_last):
+            self.decode_new(slot, batch)
+        return n
+
+    def encode_prompt(self, slot: Slot, tokens: Sequence[int]) -> None:
+        """Give an encoder-decoder's prompt to its encoder; the decoder begins with a first token of its own.
 
         Raises:
             ConfigInvalid: the prompts of all sequences are more than the encoder reads at once.
@@ -62,7 +123,6 @@ class Decoder:
         except CallFailed:
             slot.encoder_tokens = no_tokens()
             raise
-        return [max(self._live.decoder_start, 0)]
 
     def encode_again(self) -> None:
         """Run the encoder over every sequence's prompt, for the library keeps the output of its last call only.
@@ -81,13 +141,26 @@ class Decoder:
         finally:
             state_set(context, memoryview(held)[:n])
 
-    def settle(self, slot: Slot) -> None:
-        """Decode a token that was drawn and delivered but is not in the memory yet."""
-        if slot.n_past < len(slot.tokens):
-            self.decode_pending([slot])
+    # ---- decodes and draws ----
+
+    def step(self, slots: Sequence[Slot]) -> dict[int, Token | Exception]:
+        """Decode what sequences have pending, in one batch, and draw the next token of each.
+
+        Returns:
+            Sequence id -> its next token, or why it could not be drawn.
+        """
+        self.decode_pending(slots)
+        drawn: dict[int, Token | Exception] = {}
+        for slot in slots:
+            try:
+                drawn[slot.seq_id] = self._draw(slot)
+            except Exception as error:  # noqa: BLE001 - the others of the step have their tokens, and must hear of them
+                drawn[slot.seq_id] = error
+        return drawn
 
     def decode_pending(self, slots: Sequence[Slot]) -> None:
-        """Decode the newest token of each sequence, which was drawn and delivered before."""
+        """Decode the newest token of those sequences where it was drawn and delivered but not decoded yet."""
+        slots = [slot for slot in slots if slot.is_pending]
         if not slots:
             return
         for slot in slots:
@@ -103,31 +176,31 @@ class Decoder:
             rows = self._run(batch)
         except (Cancelled, CallFailed):
             for slot in slots:
-                self._book_what_is_held(slot, ())
+                self._keep_what_is_held(slot, ())
             raise
         for index, slot in enumerate(slots):
             slot.n_past += 1
             self._take(slot, index, rows[index])
 
-    def decode_new(self, slot: Slot, batch: Batch, *, tell_sampler: bool = True) -> None:
-        """Decode tokens that the sequence does not have yet, and book them as far as the memory holds them."""
+    def decode_new(self, slot: Slot, batch: Batch, *, accept: bool = True) -> None:
+        """Decode tokens that the sequence does not have yet, and keep those that the memory holds, even on an error."""
         try:
             rows = self._run(batch)
         except (Cancelled, CallFailed):
-            self._book_what_is_held(slot, batch.tokens)
+            self._keep_what_is_held(slot, batch.tokens)
             raise
         if not rows:
             slot.take_rows(no_logits(), no_tokens())
         slot.tokens.extend(batch.tokens)
         slot.n_past += len(batch.tokens)
-        if slot.sampler is not None and tell_sampler:
+        if slot.sampler is not None and accept:
             for token in batch.tokens:
                 slot.sampler.accept(token)
         for index, row in rows.items():
             self._take(slot, index, row)
 
-    def _book_what_is_held(self, slot: Slot, new: Sequence[int]) -> None:
-        """After a decode that ended early: micro-batches that were done stay in the memory, so the books follow it."""
+    def _keep_what_is_held(self, slot: Slot, new: Sequence[int]) -> None:
+        """After a decode that ended early: micro-batches that were done stay in the memory, so the slot follows it."""
         live = self._live
         if not live.has_memory or live.engine.context is None:
             return
@@ -166,37 +239,35 @@ class Decoder:
             raise self._effects.gone(self._switcher.state)
         return live.run(batch)
 
-    def draw(self, slot: Slot) -> int:
-        """Draw a sequence's next token from its logits, and book it.
+    def _draw(self, slot: Slot) -> Token:
+        """Draw a sequence's next token from its logits, and append it.
 
         Raises:
             ConfigInvalid: it has no logits.
         """
         if not slot.has_logits:
             raise ConfigInvalid("seq_id", slot.seq_id, "a sequence that holds a prompt with logits (prefill first)")
-        if slot.sampler is None:
-            self.set_sampler(slot, SamplerSpec())
-        sampler = slot.sampler
-        if sampler is None:
-            msg = "a sampler has just been set"
-            raise AssertionError(msg)
+        sampler = slot.sampler or self.put_sampler(slot, SamplerSpec(), 0)
         token = sampler.sample(slot.logits[-1])
         slot.tokens.append(token)
-        return token
+        model = self._live.model
+        is_end = model.is_eog(token)
+        piece = b"" if is_end or not model.has_tokenizer else model.piece(token)
+        return Token(token, piece, len(slot.tokens) - 1, is_end)
 
     def set_sampler(self, slot: Slot, spec: SamplerSpec) -> None:
         """Draw by ``spec`` from now on; the same spec again goes on where it is."""
-        if slot.sampler is not None and slot.sampler.spec == spec:
-            return
-        self.put_sampler(slot, spec, 0)
+        if slot.sampler is None or slot.sampler.spec != spec:
+            self.put_sampler(slot, spec, 0)
 
-    def put_sampler(self, slot: Slot, spec: SamplerSpec, n_draws: int) -> None:
+    def put_sampler(self, slot: Slot, spec: SamplerSpec, n_draws: int) -> Sampler:
         """Give a sequence a fresh sampler that has been told its tokens and has made so many draws."""
         fresh = Sampler(self._live.engine.library, spec, self._live.n_vocab)
         fresh.replay(slot.tokens, n_draws)
-        old, slot.sampler = slot.sampler, fresh
-        if old is not None:
-            old.close()
+        slot.set_sampler(fresh)
+        return fresh
+
+    # ---- copies, cuts and shifts ----
 
     def copy(self, src: Slot, dst: Slot) -> None:
         """Let an empty sequence be what another one is, whole at once."""
@@ -227,8 +298,10 @@ class Decoder:
         tokens = slot.tokens[:n_tokens]
         kept = self.keep(slot, n_tokens - 1)
         for batch in batches(slot.seq_id, tokens[kept:], kept, self._live.placement.n_batch, last_output=True):
-            self.decode_new(slot, batch, tell_sampler=False)
-        self._forget_draws_behind(slot)
+            self.decode_new(slot, batch, accept=False)
+        if slot.sampler is not None:
+            # Penalties look back at the tokens that are left; the random draws go on where they were.
+            self.put_sampler(slot, slot.sampler.spec, slot.sampler.n_draws)
 
     def keep(self, slot: Slot, n_tokens: int) -> int:
         """Cut a sequence to its first ``n_tokens``, or to none where its memory cannot be cut there; decodes nothing.
@@ -258,10 +331,14 @@ class Decoder:
         oldest_seen = max(0, n_tokens - self._live.model.n_swa) if self._live.model.n_swa else 0
         return n_tokens > 0 and 0 <= self._live.engine.live_context.pos_min(slot.seq_id) <= oldest_seen
 
-    def _forget_draws_behind(self, slot: Slot) -> None:
-        """Let penalties look back at the tokens that are left; the random draws go on where they were."""
-        if slot.sampler is not None:
-            self.put_sampler(slot, slot.sampler.spec, slot.sampler.n_draws)
+    def empty(self, slot: Slot) -> None:
+        """Forget a sequence."""
+        was_empty = slot.is_empty
+        slot.clear()
+        if not was_empty:
+            if self._live.has_memory:
+                self._live.engine.live_context.seq_rm(slot.seq_id)
+            self._effects.transfer.reseal()
 
     def again(self, slot: Slot) -> None:
         """Decode a sequence's last token again in its place."""

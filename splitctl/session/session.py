@@ -1,5 +1,8 @@
 """An in-process session: a model that goes on serving while its split mode changes under it.
 
+Who drives one sequence uses ``prefill`` and ``generate``. Who interleaves many, as a worker does, uses what those are
+made of: ``fill``, ``read``, ``begin``, ``step``.
+
 Main path of a switch: ``Session.switch`` -> ``switcher.run`` -> ``machine.step`` -> command -> ``effects.perform`` ->
 event -> ``machine.step``. A library that aborts takes the process along: a child tries first, a worker hosts sessions.
 """
@@ -11,9 +14,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
 from llama_native import Library
-from splitctl.carry.sequence import Token
+from splitctl.carry import seal as seals
 from splitctl.engine.engine import Engine, LoadedAdapter, check_adapters, resolve_threads
-from splitctl.engine.live import CancelFlag, LiveSession, batches
+from splitctl.engine.live import CancelFlag, LiveSession
 from splitctl.errors import ConfigInvalid, Reason, Refused
 from splitctl.model.facts import read_facts
 from splitctl.outcome import Proof, Stage, SwitchOutcome
@@ -35,11 +38,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llama_native import Model
-    from splitctl.carry.arena import Arena
-    from splitctl.carry.sequence import SamplerSpec
+    from splitctl.carry.arena import Arenas
+    from splitctl.carry.seal import Seal
+    from splitctl.carry.sequence import SamplerSpec, SequenceCarry, Token
     from splitctl.engine.slot import Slot
+    from splitctl.errors import ContextFull
     from splitctl.model.facts import ModelFacts
+    from splitctl.session.decoder import Filling
     from splitctl.switching.checking import Prober
+    from splitctl.switching.sealing import SealedState
 
 
 class Session:
@@ -70,7 +77,7 @@ class Session:
         cancel: threading.Event | None = None,
         progress: Callable[[float], None] | None = None,
         force: bool = False,
-        arenas: tuple[Arena, Arena] | None = None,
+        arenas: Arenas | None = None,
         on_tick: Callable[[], None] | None = None,
     ) -> Self:
         """Load a model and open a context.
@@ -83,8 +90,8 @@ class Session:
             embeddings: also compute embeddings (models without logits need it).
             prober: tries a target placement in a child process; None: the rules alone judge it.
             cancel: set it to end a load, a prompt or a switch early.
-            progress: told the loaded share, 0.0 to 1.0.
-            force: open also what only a try in a child process speaks against.
+            progress: called with the loaded share, 0.0 to 1.0.
+            force: open it even if a trial in a child process failed.
             arenas: memory for saved states that outlives the process; None: memory of its own.
             on_tick: called while the library works, as often as it calls back: a sign that it does not hang.
 
@@ -192,7 +199,7 @@ class Session:
         Args:
             tokens: int32[n], n at least 1.
             seq_id: the sequence.
-            progress: told tokens done and all, after each batch.
+            progress: called with the tokens done and all, after each batch.
 
         Raises:
             ConfigInvalid: no token, or one outside the vocabulary.
@@ -201,19 +208,15 @@ class Session:
         """
         slot = self._slot(seq_id)
         self._live.check_tokens(tokens)
-        if self._live.is_encoder_decoder and not slot.encoder_tokens.size:
-            with self._working("encoding a prompt"):
-                tokens = self._decoder.begin_decoder(slot, tokens)
         with self._working("reading a prompt"):
-            self._decoder.settle(slot)
+            if self._live.is_encoder_decoder and not slot.encoder_tokens.size:
+                self._decoder.encode_prompt(slot, tokens)
+                tokens = [self._live.decoder_start]
+            self._decoder.decode_pending([slot])
             self._live.check_room(seq_id, len(tokens))
-        done, n, n_batch = 0, len(tokens), self._live.placement.n_batch
+        done, n = 0, len(tokens)
         while done < n:
-            with self._working("reading a prompt"):
-                chunk = tokens[done : done + min(n_batch, self._live.placement.n_batch)]
-                batch = next(iter(batches(seq_id, chunk, slot.n_past, len(chunk), last_output=done + len(chunk) == n)))
-                self._decoder.decode_new(slot, batch)
-                done += len(chunk)
+            done += self.read(seq_id, tokens[done:])
             if progress is not None:
                 progress(done, n)
 
@@ -259,12 +262,110 @@ class Session:
             slots = [self._slot(seq_id) for seq_id in seq_ids]
             if len(set(seq_ids)) != len(seq_ids):
                 raise ConfigInvalid("seq_ids", list(seq_ids), "each sequence once")
-            pending = [slot for slot in slots if slot.n_past < len(slot.tokens)]
             for slot in slots:
-                if slot not in pending and not slot.has_logits:
+                if not slot.is_pending and not slot.has_logits:
                     raise ConfigInvalid("seq_id", slot.seq_id, "a sequence that holds a prompt (prefill first)")
-            self._decoder.decode_pending(pending)
-            return {slot.seq_id: self._token(slot) for slot in slots}
+            tokens = {}
+            for seq_id, drawn in self._decoder.step(slots).items():
+                if isinstance(drawn, Exception):
+                    raise drawn
+                tokens[seq_id] = drawn
+            return tokens
+
+    def fill(
+        self,
+        seq_id: int,
+        tokens: Sequence[int],
+        *,
+        n_delivered: int = 0,
+        encoder_tokens: Sequence[int] | None = None,
+    ) -> Filling:
+        """Let a sequence keep of what it holds as much as ``tokens`` begin with, and say what is left to read.
+
+        Args:
+            seq_id: the sequence; its sampler is dropped.
+            tokens: what it shall hold.
+            n_delivered: how many of them were drawn and delivered before; the newest of those is not read.
+            encoder_tokens: of an encoder-decoder: what its encoder reads, ``tokens`` being the decoder's. None: the
+                encoder reads those of ``tokens`` that were not delivered.
+
+        Raises:
+            ConfigInvalid: no token, one outside the vocabulary, or more than an encoder reads at once.
+        """
+        slot = self._slot(seq_id)
+        self._live.check_tokens(tokens)
+        with self._working("making ready for a prompt"):
+            return self._decoder.fill(slot, tokens, n_delivered=n_delivered, encoder_tokens=encoder_tokens)
+
+    def read(self, seq_id: int, tokens: Sequence[int], *, n_most: int | None = None, draws_next: bool = True) -> int:
+        """Read the beginning of ``tokens`` into a sequence, in one decode.
+
+        Args:
+            seq_id: the sequence.
+            tokens: int32[n], n at least 1.
+            n_most: most tokens to read; None, and at most: a batch of the placement.
+            draws_next: whether the next token is drawn after the last of them.
+
+        Returns:
+            Tokens read.
+
+        Raises:
+            ContextFull: there is no room; nothing was decoded.
+            Cancelled, llama_native.CallFailed: the decode ended early; the sequence keeps what was read.
+        """
+        with self._working("reading a prompt"):
+            return self._decoder.read(self._slot(seq_id), tokens, n_most=n_most, draws_next=draws_next)
+
+    def begin(self, seq_id: int, sampler: SamplerSpec | None, *, n_draws: int = 0, pending: int | None = None) -> None:
+        """Make a sequence that holds its prompt ready to be stepped.
+
+        Args:
+            seq_id: the sequence.
+            sampler: how to draw; None: not known yet.
+            n_draws: random draws that were made before.
+            pending: the token that was drawn last and is not decoded yet; None: none was.
+        """
+        with self._working("beginning to generate"):
+            slot = self._slot(seq_id)
+            if pending is not None:
+                slot.tokens.append(pending)
+            if sampler is not None:
+                self._decoder.put_sampler(slot, sampler, n_draws)
+
+    def step(self, seq_ids: Sequence[int]) -> dict[int, Token | Exception]:
+        """Generate one token for each of several sequences, in one decode; one that cannot draw stops no other.
+
+        Args:
+            seq_ids: sequences that hold a prompt, each once.
+
+        Returns:
+            Sequence id -> its next token, or why it could not be drawn.
+
+        Raises:
+            ContextFull: there is no room; nothing was decoded.
+            Parked: it was the trial of a switch, which could not be fallen back from.
+            llama_native.CallFailed: the library refused or failed; nothing was drawn.
+        """
+        with self._working("generating"):
+            return self._decoder.step([self._slot(seq_id) for seq_id in seq_ids])
+
+    def n_draws(self, seq_id: int) -> int:
+        """Return the random draws that a sequence's sampler has made."""
+        sampler = self._slot(seq_id).sampler
+        return 0 if sampler is None else sampler.n_draws
+
+    def n_held(self, seq_id: int) -> int:
+        """Return how many tokens the memory holds of a sequence."""
+        return self._slot(seq_id).n_past
+
+    def why_full(self, seq_id: int, n_new: int) -> ContextFull | None:
+        """Return the error that so many more tokens would be; None where they fit. A unified cache counts as one."""
+        return self._live.why_full(seq_id, n_new)
+
+    def sequences(self) -> tuple[SequenceCarry, ...]:
+        """Return what every sequence holds that holds anything; the logits are shared, the rest copied."""
+        with self._working("telling what it holds"):
+            return tuple(slot.carry() for slot in self._live.used())
 
     def set_sampler(self, spec: SamplerSpec, seq_id: int = 0) -> None:
         """Draw a sequence's next tokens by ``spec``; the same one again goes on where it is."""
@@ -286,11 +387,7 @@ class Session:
     def remove_sequence(self, seq_id: int) -> None:
         """Forget a sequence."""
         with self._working("removing a sequence"):
-            slot = self._slot(seq_id)
-            if self._live.has_memory:
-                self._live.engine.live_context.seq_rm(seq_id)
-            slot.clear()
-            self._effects.transfer.reseal()
+            self._decoder.empty(self._slot(seq_id))
 
     def rewind(self, n_tokens: int, seq_id: int = 0) -> None:
         """Cut a sequence to its first ``n_tokens``; where this memory cannot be cut, they are read again.
@@ -314,7 +411,7 @@ class Session:
         with self._working("shifting a context"):
             slot = self._slot(seq_id)
             self._decoder.refuse_shift()
-            self._decoder.settle(slot)
+            self._decoder.decode_pending([slot])
             if n_keep < 0 or n_discard <= 0 or n_keep + n_discard >= slot.n_past:
                 raise ConfigInvalid("n_discard", n_discard, f"1 to {max(slot.n_past - n_keep - 1, 0)}")
             self._decoder.shift(slot, n_keep, n_discard)
@@ -414,7 +511,7 @@ class Session:
             CarryNotWritten: what was at the path before is still there.
         """
         with self._working("saving"):
-            return self._storage.save(path, self._effects)
+            return self._storage.save(path, self._effects.transfer)
 
     def restore(self, path: str | os.PathLike[str]) -> Restored:
         """Replace everything the session holds with what :meth:`save`, the library or its server wrote to a file.
@@ -427,7 +524,43 @@ class Session:
             CarryMismatch: it belongs to another model; the session is as it was.
         """
         with self._working("restoring"):
-            return self._storage.restore(path, self._effects)
+            return self._storage.restore(path, self._effects.transfer)
+
+    def notify_seals(self, on_sealed: Callable[[Seal], None], on_overwrite: Callable[[int], None]) -> None:
+        """Report every sealed carry from now on, which then lies in its arena as a whole.
+
+        Args:
+            on_sealed: called with where a carry lies, before anything is freed; what it raises fails the sealing.
+            on_overwrite: called with the index of an arena that is about to be overwritten. Both are called with the
+                turn held: they must not call back in.
+        """
+        arenas, storage = self._live.arenas, self._storage
+
+        def sealed(state: SealedState, index: int) -> None:
+            on_sealed(seals.put(arenas.both[index], index, storage.carry(state), state.digest))
+
+        self._effects.transfer.on_sealed = sealed
+        arenas.on_overwrite = on_overwrite
+
+    def take_over(self, seal: Seal) -> tuple[str, ...]:
+        """Become what lies sealed in one of the arenas; nothing is read again.
+
+        Returns:
+            One phrase a change that the state needed.
+
+        Raises:
+            SplitctlError: it is not what was sealed, or this context cannot hold it; the session is as it was.
+        """
+        with self._working("taking over a sealed carry"):
+            arenas = self._live.arenas
+            carry = seals.take(arenas.both[seal.arena], seal)
+            arenas.reported = seal.arena
+            return self._storage.take_over(carry, self._effects.transfer)
+
+    def state_bytes(self) -> int | None:
+        """Return how many bytes a state would take now; None for a model without a memory."""
+        with self._working("sizing the state"):
+            return self._effects.transfer.state_bytes()
 
     def close(self) -> None:
         """Free samplers, context and model; a second call does nothing."""
@@ -462,10 +595,3 @@ class Session:
             n = len(self._live.slots)
             raise ConfigInvalid("seq_id", seq_id, f"0 to {n - 1} (n_seq_max is {n})")
         return slot
-
-    def _token(self, slot: Slot) -> Token:
-        token = self._decoder.draw(slot)
-        model = self._live.model
-        is_end = model.is_eog(token)
-        piece = b"" if is_end or not model.has_tokenizer else model.piece(token)
-        return Token(token, piece, len(slot.tokens) - 1, is_end)

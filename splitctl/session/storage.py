@@ -23,15 +23,15 @@ from splitctl.engine.sampler import Sampler
 from splitctl.engine.slot import Slot
 from splitctl.errors import CannotConvert, CarryDamaged, CarryMismatch, Difference, Refused, SplitctlError, StateUnsound
 from splitctl.placement import FlashAttn
-from splitctl.switching.conversion import Found, look
+from splitctl.switching.conversion import FileContent, look
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from splitctl.carry.sequence import SequenceCarry
     from splitctl.engine.live import LiveSession
-    from splitctl.switching.effects import Effects
     from splitctl.switching.sealing import SealedState
+    from splitctl.switching.transfer import Transfer
 
 _LIBRARY_FILES = frozenset({b"nsgg", b"qsgg"})
 """First bytes of the library's session files, and of its sequence files (slot files of its server are such)."""
@@ -65,18 +65,18 @@ class Storage:
         self._adapter_list = self._adapters()
         self._build = live.engine.library.build
 
-    def save(self, path: str | os.PathLike[str], effects: Effects) -> int:
+    def save(self, path: str | os.PathLike[str], transfer: Transfer) -> int:
         """Write the session to a file; returns its size in bytes.
 
         Raises:
             CarryNotWritten: what was at the path before is still there.
         """
         target = Path(path)
-        sealed = effects.transfer.snapshot()
+        sealed = transfer.snapshot()
         carries.write(target, carries.seal(self.carry(sealed)))
         n_bytes = target.stat().st_size
         with suppress(OSError):  # the file is written; that it could not be kept in an arena too is no failure of it
-            effects.transfer.tell(sealed)
+            transfer.report(sealed)
         return n_bytes
 
     def park(self, sealed: SealedState | None) -> Path:
@@ -98,7 +98,7 @@ class Storage:
             carries.write(target, carries.seal(self.carry(None)))
         return target
 
-    def restore(self, path: str | os.PathLike[str], effects: Effects) -> Restored:
+    def restore(self, path: str | os.PathLike[str], transfer: Transfer) -> Restored:
         """Replace what the session holds with a carry, or with a session or slot file of the library, from disk.
 
         What another layout wrote is rewritten; where that cannot be, or where a library's file is damaged behind its
@@ -115,14 +115,14 @@ class Storage:
         """
         source = Path(path)
         if _magic(source) in _LIBRARY_FILES:
-            return self._restore_library_file(source, effects)
+            return self._restore_library_file(source, transfer)
         read = carries.read(source).carry
         slots, is_foreign = self._fitting(read)
-        restored = self._put(read.state, slots, effects, refit=is_foreign)
+        restored = self._put(read.state, slots, transfer, refit=is_foreign)
         self._take_samplers(read)
         return restored
 
-    def take_over(self, read: Carry, effects: Effects) -> tuple[str, ...]:
+    def take_over(self, read: Carry, transfer: Transfer) -> tuple[str, ...]:
         """Replace what the session holds with a carry in memory; where its state cannot be used, nothing is.
 
         Returns:
@@ -133,7 +133,7 @@ class Storage:
                 was.
         """
         slots, is_foreign = self._fitting(read)
-        changes = effects.transfer.replace(read.state, slots(), refit=is_foreign)
+        changes = transfer.replace(read.state, slots(), refit=is_foreign)
         self._take_samplers(read)
         return changes
 
@@ -159,7 +159,7 @@ class Storage:
         for slot in self._live.slots.values():
             slot.sampler = self._sampler(next((s for s in read.sequences if s.seq_id == slot.seq_id), None))
 
-    def _restore_library_file(self, path: Path, effects: Effects) -> Restored:
+    def _restore_library_file(self, path: Path, transfer: Transfer) -> Restored:
         live = self._live
         # Read and not mapped: a file that shrinks under a mapping kills the process.
         state = memoryview(path.read_bytes())
@@ -182,17 +182,18 @@ class Storage:
 
         if found.damage or n_rows not in {n_tokens, n_tokens - 1}:
             why = f"its token list has {n_tokens} entries and its cache {n_rows} rows"
-            return self._read_again(unread, effects, found.damage or why)
-        restored = self._put(state, slots, effects, refit=True, unread=unread)
+            return self._read_again(unread, transfer, found.damage or why)
+        restored = self._put(state, slots, transfer, refit=True, unread=unread)
         slot = live.slots[0]
         if slot.n_past == n_tokens and not live.engine.live_context.seq_rm(0, n_tokens - 1, -1):
             # No logits came with it, and this memory cannot drop its last row to make them again.
-            return self._read_again(unread, effects, "this memory cannot be rewound by the one token that gives logits")
+            why = "this memory cannot be rewound by the one token that gives logits"
+            return self._read_again(unread, transfer, why)
         slot.n_past = n_tokens - 1
-        effects.transfer.reseal()
+        transfer.reseal()
         return restored
 
-    def _refuse_foreign_tokens(self, found: Found) -> None:
+    def _refuse_foreign_tokens(self, found: FileContent) -> None:
         n_vocab = self._live.n_vocab
         if not found.tokens:
             raise CarryMismatch([Difference("tokens", "none", "the tokens that the state was made from")])
@@ -210,21 +211,21 @@ class Storage:
         self,
         state: memoryview,
         slots: Callable[[], dict[int, Slot]],
-        effects: Effects,
+        transfer: Transfer,
         *,
         refit: bool,
         unread: Callable[[], dict[int, Slot]] | None = None,
     ) -> Restored:
         """Give the session a state, rewritten where it must be; where it cannot be used, read the tokens again."""
         if not len(state):
-            return self._read_again(unread or slots, effects, "the file holds no state")
+            return self._read_again(unread or slots, transfer, "the file holds no state")
         try:
-            return Restored(conversions=effects.transfer.replace(state, slots(), refit=refit))
+            return Restored(conversions=transfer.replace(state, slots(), refit=refit))
         except (CannotConvert, Refused, StateUnsound) as error:
-            return self._read_again(unread or slots, effects, str(error))
+            return self._read_again(unread or slots, transfer, str(error))
 
-    def _read_again(self, slots: Callable[[], dict[int, Slot]], effects: Effects, why: str) -> Restored:
-        effects.transfer.replace(memoryview(b""), slots())
+    def _read_again(self, slots: Callable[[], dict[int, Slot]], transfer: Transfer, why: str) -> Restored:
+        transfer.replace(memoryview(b""), slots())
         return Restored(recomputed=True, reason=f"the tokens were read again: {why}")
 
     def carry(self, sealed: SealedState | None) -> Carry:

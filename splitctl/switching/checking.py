@@ -178,7 +178,7 @@ def _facts_of(live: LiveSession) -> SessionFacts:
     used = live.used()
     return SessionFacts(
         tokens={slot.seq_id: slot.n_past for slot in used},
-        sealed_bytes=live.arena.n_bytes,
+        sealed_bytes=live.arenas.both[0].n_bytes,
         pending_shift=live.pending_shift,
         n_adapters=len(live.engine.adapters),
         n_encoder_tokens=sum(int(slot.encoder_tokens.size) for slot in used),

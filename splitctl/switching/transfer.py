@@ -6,14 +6,13 @@ Laws:
     1. A sealed original is untouched from SEALING until SERVE; a save meanwhile goes beside it.
     2. Nothing reaches the library that has not been parsed and held against the session.
     3. After a restore that failed the context is thrown away.
-    4. Who watches the seals is told of a sealed state before anything is freed, and before an arena is overwritten; the
-       newest state that it was told of is untouched while another is saved.
+    4. A sealed state is reported (``on_sealed``) before anything is freed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
@@ -21,15 +20,22 @@ import statecodec
 from llama_native import CallFailed, NativeError, state_get, state_set, state_size
 from splitctl.errors import CannotConvert, CarryDamaged, Reason, Refused, SplitctlError, StateUnsound
 from splitctl.switching import conversion
-from splitctl.switching.sealing import Digest, SealedState, SealWatch, contradictions
+from splitctl.switching.sealing import Digest, SealedState, contradictions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-    from splitctl.carry.arena import Arena
     from splitctl.engine.live import LiveSession
     from splitctl.engine.slot import Slot
     from splitctl.placement import Placement
+
+
+class _Saved(NamedTuple):
+    """A state as it was copied out: its bytes, the arena that they lie in, first and last position by sequence."""
+
+    view: memoryview
+    arena: int | None
+    positions: Mapping[int, tuple[int, int]]
 
 
 class Transfer:
@@ -40,10 +46,9 @@ class Transfer:
         self.live = live
         self.kept: SealedState | None = None
         self.conversions: tuple[str, ...] = ()
-        self.watch: SealWatch | None = None
-        self.told: Arena | None = None
-        """Which arena holds the newest state that the watch was told of."""
-        self._saved: tuple[memoryview, Mapping[int, tuple[int, int]]] | None = None
+        self.on_sealed: Callable[[SealedState, int], None] | None = None
+        """Called with every sealed state that is kept, and its arena; what this raises fails the sealing."""
+        self._saved: _Saved | None = None
         self._fresh: SealedState | None = None
         self._plan: conversion.Plan | None = None
         self._converted: memoryview | None = None
@@ -68,13 +73,13 @@ class Transfer:
             msg = "sealing comes after saving"
             raise AssertionError(msg)
         saved, self._saved = self._saved, None
-        self._fresh = self._sealed(*saved)
+        self._fresh = self._sealed(saved)
         self._converted, self.conversions, self._plan = None, (), None
         if self.live.has_memory and any(slot.n_past for slot in self.live.used()):
             self._plan = conversion.plan(self.live.placement, target)
         if self._plan is not None and not self._plan.is_quantized:
             self._convert(self._fresh.view, self._plan, None)
-        self.tell(self._fresh)
+        self.report(self._fresh)
 
     def _convert(self, state: memoryview, plan: conversion.Plan, shown: memoryview | None) -> None:
         try:
@@ -85,7 +90,8 @@ class Transfer:
     def accept(self) -> None:
         """Let what was sealed now be the original: the switch is past the point where a trial before it counts."""
         if self._fresh is not None:
-            self.kept, self._fresh = self._fresh, None
+            self._keep(self._fresh)
+            self._fresh = None
 
     def give_target(self) -> None:
         """Give the target's fresh context the carry, converted where it must be.
@@ -136,7 +142,7 @@ class Transfer:
         given, digest = sealed.view, sealed.digest
         if self._converted is not None:
             given, digest = self._converted, xxhash.xxh3_128_digest(self._converted)
-        view = self._writable(self._other_arena(sealed), len(given))
+        _, view = live.arenas.writable(len(given))
         n = state_get(live.engine.live_context, view)
         if n != len(given):
             return f"{len(given)} bytes were restored and {n} read back"
@@ -148,7 +154,8 @@ class Transfer:
 
     def drop(self) -> None:
         """Keep nothing."""
-        self.kept = self._plan = None
+        self._keep(None)
+        self._plan = None
         self.enter_trial()
 
     @property
@@ -174,24 +181,28 @@ class Transfer:
         """
         if self.live.pending_shift:
             raise Refused((Reason("pending-shift", "a shift is not applied yet; decode one token first"),))
-        return self._sealed(*self._take())
+        return self._sealed(self._take())
 
     def reseal(self) -> None:
         """Keep a trial's original in step with a change of the memory that no decode was part of."""
         if self.kept is not None:
-            self.kept = dataclasses.replace(self.snapshot(), is_foreign=self._plan is not None)
-            self.tell(self.kept)
+            fresh = dataclasses.replace(self.snapshot(), is_foreign=self._plan is not None)
+            self._keep(fresh)
+            self.report(fresh)
 
     def state_bytes(self) -> int | None:
         """Say how many bytes a state would take now; None for a model without a memory."""
         return state_size(self.live.engine.live_context) if self.live.has_memory else None
 
-    def tell(self, sealed: SealedState) -> None:
-        """Tell who watches that a state lies sealed where it is."""
-        if self.watch is not None and self.live.has_memory:
-            arena = self.live.arena if self.live.arena.holds(sealed.view) else self.live.spare
-            self.watch.sealed(sealed, arena)
-            self.told = arena
+    def report(self, sealed: SealedState) -> None:
+        """Report that a state lies sealed in an arena, to where it matters beyond this process."""
+        if self.on_sealed is not None and sealed.arena is not None:
+            self.on_sealed(sealed, sealed.arena)
+            self.live.arenas.reported = sealed.arena
+
+    def _keep(self, sealed: SealedState | None) -> None:
+        self.kept = sealed
+        self.live.arenas.original = None if sealed is None else sealed.arena
 
     def replace(self, state: memoryview, slots: dict[int, Slot], *, refit: bool = False) -> tuple[str, ...]:
         """Put other sequences in place of those that the session holds.
@@ -259,36 +270,34 @@ class Transfer:
         if wrong:
             raise CarryDamaged(None, wrong)
 
-    def _take(self) -> tuple[memoryview, Mapping[int, tuple[int, int]]]:
+    def _take(self) -> _Saved:
         """Copy the state out, beside a sealed original that is still kept."""
         live = self.live
         if not live.has_memory:
-            return memoryview(b""), {}
+            return _Saved(memoryview(b""), None, {})
         context = live.engine.live_context
         positions = live.positions()
         n_bytes = state_size(context)
-        arena = live.arena if self.told is not live.arena else live.spare
-        if self.kept is not None:
-            arena = self._other_arena(self.kept)
-        view = self._writable(arena, n_bytes)
+        arena, view = live.arenas.writable(n_bytes)
         written = state_get(context, view)
         if written != n_bytes:
             raise StateUnsound(f"the library announced {n_bytes} bytes of state and wrote {written}")
-        return view, positions
+        return _Saved(view, arena, positions)
 
-    def _sealed(self, view: memoryview, positions: Mapping[int, tuple[int, int]]) -> SealedState:
-        """Parse the bytes, hold them against the session's books and checksum them meanwhile."""
+    def _sealed(self, saved: _Saved) -> SealedState:
+        """Parse the bytes, check them against the session and checksum them meanwhile."""
         live = self.live
         used = live.used()
-        digest = Digest(view)
+        digest = Digest(saved.view)
         try:
-            version = self._agreed(view, positions) if live.has_memory else 0
+            version = self._agreed(saved.view, saved.positions) if live.has_memory else 0
         finally:
             checksum = digest.result()
         return SealedState(
-            view=view,
+            view=saved.view,
+            arena=saved.arena,
             digest=checksum,
-            positions=positions,
+            positions=saved.positions,
             n_tokens=sum(len(slot.tokens) for slot in used),
             n_sequences=len(used),
             version=version,
@@ -327,18 +336,6 @@ class Transfer:
             n = state_set(live.engine.live_context, state)
             if n != len(state):
                 raise CallFailed("llama_state_set_data", n, live.engine.library.log.tail(4))
-
-    def _writable(self, arena: Arena, n_bytes: int) -> memoryview:
-        """Give room in an arena for other bytes than it holds."""
-        if self.watch is not None:
-            self.watch.unsealing(arena)
-        self.told = None if self.told is arena else self.told
-        arena.reserve(n_bytes)
-        return arena.view(n_bytes)
-
-    def _other_arena(self, sealed: SealedState) -> Arena:
-        live = self.live
-        return live.spare if live.arena.holds(sealed.view) else live.arena
 
 
 def _refusal(error: Exception) -> SplitctlError:

@@ -18,10 +18,9 @@ from splitctl.carry.sequence import Token
 from splitctl.errors import ConfigInvalid, ContextFull, Parked
 from splitctl.ipc.jobs import Fault
 from splitctl.ipc.orders import Drawn, Ended, Forgot, Reading, Report, Start, Step
+from splitctl.session import Session
+from splitctl.session.decoder import Filling
 from splitctl.worker.failures import failure_of
-from splitctl.worker.hosted import Filling, HostedSession
-
-Tell = Callable[[Report], None]
 
 
 @dataclass(slots=True)
@@ -60,10 +59,10 @@ class _Stream:
 class Batcher:
     """Carries streams on. Thread: the worker's one."""
 
-    def __init__(self, session: HostedSession, tell: Tell) -> None:
-        """Work on a session; ``tell`` takes reports."""
+    def __init__(self, session: Session, report: Callable[[Report], None]) -> None:
+        """Work on a session; ``report`` takes reports."""
         self._session = session
-        self._tell = tell
+        self._report = report
         self._streams: dict[int, _Stream] = {}
         self._used_at: dict[int, int] = {}
         self._clock = 0
@@ -83,11 +82,11 @@ class Batcher:
         except Parked:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this stream's end and nobody else's
-            self._tell(_ended(order.stream, error))
+            self._report(_ended(order.stream, error))
             return
         self._streams[order.stream] = stream = _Stream(order, filling)
         self._touch(order.seq_id)
-        self._tell_reading(stream)
+        self._report_reading(stream)
 
     def _refuse_taken(self, order: Start) -> None:
         if order.stream in self._streams or order.seq_id in {one.seq_id for one in self._streams.values()}:
@@ -119,14 +118,13 @@ class Batcher:
         """Let the prompts that fit begin, in their order; refuse one that nothing will ever make room for."""
         for stream in [one for one in self._streams.values() if not one.is_admitted]:
             n_wanted = stream.n_unread + self._n_promised()
-            if self._make_room(stream.seq_id, n_wanted):
+            full = self._make_room(stream.seq_id, n_wanted)
+            if full is None:
                 stream.is_admitted = True
-                continue
-            is_shared = self._session.placement.kv_unified
-            if not is_shared or not any(one.is_admitted for one in self._streams.values()):
-                self._end(stream, _full(stream, self._session.why_full(stream.seq_id, stream.n_unread)))
-                continue
-            return
+            elif self._session.placement.kv_unified and any(one.is_admitted for one in self._streams.values()):
+                return
+            else:
+                self._end(stream, _full(stream, full))
 
     def _n_promised(self) -> int:
         """Count the cells that prompts which were let begin have still to take; nothing where each has its own."""
@@ -139,26 +137,24 @@ class Batcher:
         placement = self._session.placement
         is_alone = not any(one.is_generating for one in self._streams.values())
         n = placement.n_batch if is_alone else placement.n_ubatch
-        piece = stream.filling.rest[stream.n_read : stream.n_read + n]
+        pending, rest = stream.filling.pending, stream.filling.rest[stream.n_read :]
         started = perf_counter()
-        if piece:
-            is_last = len(piece) == stream.n_unread and stream.filling.pending is None
-            self._session.read(stream.seq_id, piece, is_last=is_last)
-            stream.n_read += len(piece)
+        if rest:
+            stream.n_read += self._session.read(stream.seq_id, rest, n_most=n, draws_next=pending is None)
         if not stream.n_unread:
             order = stream.order
-            self._session.begin(stream.seq_id, order.sampler, n_draws=order.n_draws, pending=stream.filling.pending)
+            self._session.begin(stream.seq_id, order.sampler, n_draws=order.n_draws, pending=pending)
             stream.is_generating = True
         stream.read_ms += (perf_counter() - started) * 1e3
-        self._tell_reading(stream)
+        self._report_reading(stream)
         if stream.is_generating and stream.order.n_predict == 0:
             self._end(stream, Ended(stream.order.stream, "length"))
 
-    def _tell_reading(self, stream: _Stream) -> None:
+    def _report_reading(self, stream: _Stream) -> None:
         n_whole = len(stream.order.tokens) - (stream.filling.pending is not None)
         # What an encoder reads is read as a whole, before its decoder begins.
         n_done = n_whole if stream.is_generating else min(stream.filling.n_kept + stream.n_read, n_whole)
-        self._tell(Reading(stream.order.stream, n_done, stream.filling.n_kept, stream.read_ms))
+        self._report(Reading(stream.order.stream, n_done, stream.filling.n_kept, stream.read_ms))
 
     # ---- generating ----
 
@@ -171,7 +167,7 @@ class Batcher:
         drawn = self._session.step([one.seq_id for one in streams])
         ms = (perf_counter() - started) * 1e3
         tokens = {one.order.stream: self._booked(one, drawn[one.seq_id]) for one in streams}
-        self._tell(Step(tuple(one for one in tokens.values() if one is not None), ms))
+        self._report(Step(tuple(one for one in tokens.values() if one is not None), ms))
         for stream in streams:
             result = drawn[stream.seq_id]
             if isinstance(result, Exception):
@@ -192,15 +188,15 @@ class Batcher:
     def _fitting(self, streams: list[_Stream]) -> list[_Stream]:
         """End streams until the others fit into one more decode."""
         if not self._session.placement.kv_unified:
-            for stream in [one for one in streams if not self._session.has_room(one.seq_id, self._n_next(one))]:
+            for stream in [one for one in streams if self._session.why_full(one.seq_id, self._n_next(one))]:
                 self._end(stream, Ended(stream.order.stream, "context"))
                 streams = [one for one in streams if one is not stream]
             return streams
         while streams:
             n_wanted = sum(map(self._n_next, streams)) + self._n_promised()
-            if self._make_room(streams[0].seq_id, n_wanted):
+            if self._make_room(streams[0].seq_id, n_wanted) is None:
                 break
-            largest = max(streams, key=lambda one: self._session.held(one.seq_id))
+            largest = max(streams, key=lambda one: self._session.n_held(one.seq_id))
             self._end(largest, Ended(largest.order.stream, "context"))
             streams = [one for one in streams if one is not largest]
         return streams
@@ -211,18 +207,18 @@ class Batcher:
 
     # ---- room ----
 
-    def _make_room(self, seq_id: int, n_new: int) -> bool:
-        """Empty idle sequences until so many more tokens fit; False where they never do."""
+    def _make_room(self, seq_id: int, n_new: int) -> ContextFull | None:
+        """Empty idle sequences until so many more tokens fit; return the error where they never do."""
         session = self._session
-        while not session.has_room(seq_id, n_new):
+        while (full := session.why_full(seq_id, n_new)) is not None:
             busy = {one.seq_id for one in self._streams.values()}
-            idle = [one for one in range(session.placement.n_seq_max) if one not in busy and session.held(one)]
+            idle = [one for one in range(session.placement.n_seq_max) if one not in busy and session.n_held(one)]
             if not idle or not session.placement.kv_unified:
-                return False
+                return full
             unused = min(idle, key=lambda one: self._used_at.get(one, 0))
             session.remove_sequence(unused)
-            self._tell(Forgot(unused))
-        return True
+            self._report(Forgot(unused))
+        return None
 
     # ---- ends ----
 
@@ -242,7 +238,7 @@ class Batcher:
     def _end(self, stream: _Stream, report: Ended) -> None:
         if self._streams.pop(stream.order.stream, None) is not None:
             self._touch(stream.seq_id)
-            self._tell(report)
+            self._report(report)
 
     def _touch(self, seq_id: int) -> None:
         self._clock += 1

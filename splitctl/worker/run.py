@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import secrets
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,29 +10,27 @@ from time import perf_counter
 from typing import Any
 
 from llama_native import Library, NativeError
-from splitctl.carry.sequence import RANDOM_SEED, SamplerSpec
-from splitctl.errors import Cancelled, ConfigInvalid, ContextFull, Parked, SplitctlError
+from splitctl.carry.sequence import SamplerSpec
+from splitctl.errors import Cancelled, ContextFull, Parked, SplitctlError
 from splitctl.ipc.jobs import Failure, JobEvent, Partial, Piece, Progress, Result, RunRequest
-from splitctl.ipc.probes import Prober, verdicts_file
+from splitctl.ipc.probes import Prober
 from splitctl.ipc.reserving import Reserver
 from splitctl.ipc.stop_texts import StopTexts
 from splitctl.model import chat
-from splitctl.model.facts import ModelFacts, read_facts
-from splitctl.outcome import Proof, Stage, SwitchOutcome, SwitchStatus
+from splitctl.model.facts import ModelFacts
+from splitctl.outcome import Stage, SwitchOutcome, SwitchStatus
 from splitctl.placement import Placement, SplitMode
-from splitctl.planning.payoff import Observed, look_back
-from splitctl.probing import VerdictCache
+from splitctl.planning.payoff import SwitchedRun, look_back
 from splitctl.probing.free_memory import device_facts
 from splitctl.session import Session
 from splitctl.switching import tables
 from splitctl.switching.checking import TRIED
 from splitctl.worker.failures import failure_of
+from splitctl.worker.opening import Steps, prober_of, read_generating, try_on_servers
 from splitctl.worker.phases import reading_placement, with_largest_chunk
 from splitctl.worker.prompts import chat_tokens, text_tokens
 
 Emit = Callable[[JobEvent], None]
-
-_PROGRESS_STEP = 0.01
 
 PLAIN_CACHE = "f16"
 """The cache type that every build takes in every mode."""
@@ -48,7 +45,7 @@ _CACHE_REFUSALS = frozenset(
         "probe-fails",
     }
 )
-"""Reasons behind which a quantized cache can stand."""
+"""Reasons whose cause may be a quantized cache."""
 
 
 @dataclass(slots=True)
@@ -132,9 +129,9 @@ class _Run:
             return None
         if self.reading.mode.value == self.switch["requested"]:
             return None  # Other batch sizes in the same mode: it was done for the memory.
-        # A try in a child is made once for a build and a kind of model: it is no part of what a switch takes.
+        # A trial in a child is made once for a build and a kind of model: its time is no part of the switch.
         switch_ms = self.switch["total_ms"] - (self.switch["stages_ms"]["checking"] or 0.0)
-        seen = Observed(
+        seen = SwitchedRun(
             reads_in=self.reading.mode,
             generates_in=self.placement.mode,
             requested=SplitMode(self.switch["requested"]),
@@ -163,20 +160,13 @@ def run(request: RunRequest, library: Library, env: Mapping[str, str], emit: Emi
     Raises:
         SplitctlError: the model's file or the flags are at fault; nothing was loaded.
     """
-    facts = read_facts(request.model)
-    refuse_what_generates_nothing(facts)
-    sampler = request.sampler
-    if sampler.seed == RANDOM_SEED:
-        sampler = dataclasses.replace(sampler, seed=secrets.randbelow(RANDOM_SEED))
+    facts = read_generating(request.model)
     first = _first_placement(request, library, env, facts)
-    state = _Run(first, first, facts, sampler)
+    state = _Run(first, first, facts, request.sampler.seeded())
     prober = prober_of(library, env, request.rpc, cancel.is_set)
     state.n_devices = len(request.placement.devices or prober.device_names)
     if request.rpc and request.placement.mode is not first.mode and request.placement.mode in TRIED:
-        # An RPC server serves one client at a time: once our model lies on it, the try in a child gets no answer. Asked
-        # now, the verdict is remembered for the switch.
-        emit(Progress("trying", None, f"{request.placement.mode.value} mode on the RPC servers, in a child process"))
-        prober(request.model, request.placement, facts)
+        try_on_servers(prober, facts, request.placement, emit)
     try:
         _work(request, library, prober, emit, cancel, state)
     except (SplitctlError, NativeError) as error:
@@ -192,22 +182,8 @@ def _first_placement(request: RunRequest, library: Library, env: Mapping[str, st
     return with_largest_chunk(request, facts, device_facts(library.devices(), library.env), reserver)
 
 
-def prober_of(
-    library: Library, env: Mapping[str, str], rpc: tuple[str, ...], is_cancelled: Callable[[], bool]
-) -> Prober:
-    """Give what tries placements in children, and remembers in the user's cache folder what came of it."""
-    return Prober(
-        library=library.path,
-        env=env,
-        cache=VerdictCache(verdicts_file()),
-        device_names=tuple(device.name for device in library.devices(memory=False)),
-        rpc=rpc,
-        is_cancelled=is_cancelled,
-    )
-
-
 def _failure(error: SplitctlError | NativeError, request: RunRequest, state: _Run) -> Failure:
-    """Tell an error with all that is known of the run, the outcome of its switch included."""
+    """Report an error with all that is known of the run, the outcome of its switch included."""
     failure = failure_of(error, model=request.model)
     message = failure.message
     if isinstance(error, Parked) and state.switch is not None:
@@ -217,18 +193,12 @@ def _failure(error: SplitctlError | NativeError, request: RunRequest, state: _Ru
     return dataclasses.replace(failure, message=message, body=state.body())
 
 
-def refuse_what_generates_nothing(facts: ModelFacts) -> None:
-    """Name models that have no next token."""
-    if facts.is_encoder_only or facts.is_diffusion:
-        kind = "an encoder" if facts.is_encoder_only else "a diffusion model"
-        raise ConfigInvalid("model", f"{facts.name} ({kind})", "a model that generates one token after another")
-
-
 def _work(
     request: RunRequest, library: Library, prober: Prober, emit: Emit, cancel: threading.Event, state: _Run
 ) -> None:
-    """Open, read, switch, generate; keep the books in `state`."""
+    """Open, read, switch, generate; what becomes known goes into `state`."""
     emit(Progress("loading", 0.0))
+    steps = Steps(lambda stage, done: emit(Progress(stage, done)))
     started = perf_counter()
     with Session.open(
         request.model,
@@ -236,8 +206,8 @@ def _work(
         library=library,
         prober=prober,
         cancel=cancel,
-        progress=_Steps(emit, "loading").share,
-        force=request.force,
+        progress=lambda done: steps("loading", done),
+        force=request.options.force,
     ) as session:
         state.load_ms = _ms_since(started)
         state.placement = session.placement
@@ -245,7 +215,7 @@ def _work(
             emit(Progress("restoring", None, str(request.restore)))
             state.restored = dataclasses.asdict(session.restore(request.restore))
         if request.prompt:
-            _read_prompt(session, request, emit, state)
+            _read_prompt(session, request, emit, steps, state)
         emit(Partial(state.body()))
         if _has_two_phases(state.reading, request):
             _switch(session, request, emit, state)
@@ -262,27 +232,7 @@ def _work(
             session.save(request.save)
 
 
-class _Steps:
-    """Passes progress on, a step of a hundredth at a time: callbacks come thousands a second."""
-
-    def __init__(self, emit: Emit, stage: str) -> None:
-        """Begin at nothing."""
-        self._emit = emit
-        self._stage = stage
-        self._told = 0.0
-
-    def share(self, done: float) -> None:
-        """Take a share, 0 to 1."""
-        if done >= self._told + _PROGRESS_STEP or done >= 1.0 > self._told:
-            self._told = done
-            self._emit(Progress(self._stage, done))
-
-    def count(self, done: int, n: int) -> None:
-        """Take a count of so many."""
-        self.share(done / n if n else 1.0)
-
-
-def _read_prompt(session: Session, request: RunRequest, emit: Emit, state: _Run) -> None:
+def _read_prompt(session: Session, request: RunRequest, emit: Emit, steps: Steps, state: _Run) -> None:
     """Tokenize the prompt and read it into the session."""
     tokens = _prompt_tokens(session, request)
     state.n_prompt = len(tokens)
@@ -292,10 +242,10 @@ def _read_prompt(session: Session, request: RunRequest, emit: Emit, state: _Run)
         raise ContextFull(0, len(tokens), asked)
     if _has_two_phases(state.reading, request):
         # The switch that is coming should not wait for the kernel to hand out pages.
-        session.reserve(len(tokens), proof=Proof(request.proof))
+        session.reserve(len(tokens), proof=request.options.proof)
     emit(Progress("prompt", 0.0, f"{len(tokens)} tokens in {session.placement.mode.value} mode"))
     started = perf_counter()
-    session.prefill(tokens, progress=_Steps(emit, "prompt").count)
+    session.prefill(tokens, progress=lambda done, n: steps("prompt", done / n))
     state.prompt_ms = _ms_since(started)
 
 
@@ -318,21 +268,21 @@ def _switch(session: Session, request: RunRequest, emit: Emit, state: _Run) -> N
         n_threads_batch=session.placement.n_threads_batch,
     )
 
-    def tell(stage: Stage, share: float) -> None:
+    how = request.options
+
+    def progress(stage: Stage, share: float) -> None:
         emit(Progress(f"switch: {stage.value}", share))
 
     def switch(to: Placement) -> SwitchOutcome:
-        return session.switch(
-            to, proof=Proof(request.proof), convert=request.convert, force=request.force, progress=tell
-        )
+        return session.switch(to, proof=how.proof, convert=how.convert, force=how.force, progress=progress)
 
     outcome = switch(target)
-    if request.convert and _refused_for_its_cache(outcome, target):
+    if how.convert and _refused_for_its_cache(outcome, target):
         # The mode is what was asked for; a cache type that it cannot have gives way, and the outcome lists it.
         emit(Progress("switch: another cache type", None, f"{outcome.reason}; going on with f16"))
         plain = switch(dataclasses.replace(target, type_k=PLAIN_CACHE, type_v=PLAIN_CACHE))
         outcome = plain if plain.status is not SwitchStatus.REFUSED else _refused_twice(outcome, plain)
-    _book_switch(outcome, session, state)
+    _keep_outcome(outcome, session, state)
 
 
 def _has_two_phases(reading: Placement, request: RunRequest) -> bool:
@@ -347,7 +297,7 @@ def _refused_twice(asked: SwitchOutcome, plain: SwitchOutcome) -> SwitchOutcome:
     return dataclasses.replace(asked, reason=reason, reasons=(*asked.reasons, *more))
 
 
-def _book_switch(outcome: SwitchOutcome, session: Session, state: _Run) -> None:
+def _keep_outcome(outcome: SwitchOutcome, session: Session, state: _Run) -> None:
     """Keep an outcome, and where the session is after it."""
     state.switch = outcome.to_json()
     if outcome.status is SwitchStatus.PARKED:
@@ -389,12 +339,12 @@ def _generate(session: Session, request: RunRequest, emit: Emit, cancel: threadi
         was_refused = state.switch is not None and state.switch["status"] == SwitchStatus.REFUSED.value
         if session.last_switch is not None and state.switch is not None and not was_refused:
             # The trial decides only now: it confirms the switch, or falls back from it.
-            _book_switch(session.last_switch, session, state)
+            _keep_outcome(session.last_switch, session, state)
         _pass_on(held.rest(), emit, state)
 
 
 def _pass_on(data: bytes, emit: Emit, state: _Run) -> None:
-    """Book a piece of the answer and send it."""
+    """Keep a piece of the answer and send it."""
     if data:
         state.text += data
         emit(Piece(data))

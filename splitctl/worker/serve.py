@@ -16,35 +16,30 @@ from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, Self
 
 from llama_native import Library
-from splitctl.carry.arena import Arena
+from splitctl.carry.arena import Arena, Arenas
 from splitctl.errors import Busy, ConfigInvalid, Parked, SplitctlError
 from splitctl.ipc import orders
-from splitctl.ipc.jobs import Failure, Fault, HostRequest, JobEvent, Progress, ProtocolBroken, Result
-from splitctl.ipc.jobs import SessionReport as ReportEvent
-from splitctl.ipc.orders import Open, Order, Report
-from splitctl.ipc.wire import MessageInvalid, to_object
-from splitctl.model.facts import read_facts
-from splitctl.outcome import Proof, Stage, SwitchOutcome, SwitchStatus, to_plain
+from splitctl.ipc.jobs import Failure, Fault, HostRequest, JobEvent, Progress, Result
+from splitctl.ipc.orders import Open, Order, Report, WorkerEvent
+from splitctl.ipc.wire import MessageInvalid
+from splitctl.outcome import Stage, SwitchOutcome, SwitchStatus, to_plain
 from splitctl.placement import SplitMode
+from splitctl.session import Session
 from splitctl.switching.checking import Checked
-from splitctl.worker import prompts
+from splitctl.worker import hosted, prompts
 from splitctl.worker.batching import Batcher
 from splitctl.worker.failures import failure_of
-from splitctl.worker.hosted import HostedSession
 from splitctl.worker.inbox import CancelGate, CheckDone, Inbox
 from splitctl.worker.inspection import device_body
-from splitctl.worker.run import prober_of, refuse_what_generates_nothing
+from splitctl.worker.opening import Steps, prober_of, read_generating, try_on_servers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-Emit = Callable[[JobEvent], None]
+Emit = Callable[[WorkerEvent], None]
 
 _ALIVE_S = 1.0
 """Least time between two signs of life [seconds]."""
-
-_SHARE_STEP = 0.01
-"""Least progress that is told."""
 
 _TOLD_BEFORE = frozenset({Stage.CHECKING, Stage.QUIESCING})
 """Stages of a switch that end before the worker's loop takes it up."""
@@ -62,28 +57,13 @@ class _Teller:
 
     def __call__(self, report: Report) -> None:
         """Send a report."""
-        self.emit(ReportEvent(to_object(report, orders.REPORTS)))
+        self.emit(report)
         self._told_at = monotonic()
 
     def tick(self) -> None:
         """Say that work goes on, unless something was said a moment ago."""
         if monotonic() - self._told_at >= _ALIVE_S:
             self(orders.Alive())
-
-
-class _Share:
-    """Passes a share on where it has grown enough, or belongs to something else: callbacks come thousands a second."""
-
-    def __init__(self, tell: Callable[[str, float], None]) -> None:
-        self._tell = tell
-        self._told = ("", 0.0)
-
-    def __call__(self, what: str, share: float) -> None:
-        """Take a share of something, 0 to 1."""
-        was, told = self._told
-        if what != was or share >= told + _SHARE_STEP or share >= 1.0 > told:
-            self._told = (what, share)
-            self._tell(what, share)
 
 
 def serve(
@@ -105,16 +85,13 @@ def serve(
     Raises:
         SplitctlError: the session cannot be opened.
         llama_native.NativeError: the library cannot open it.
-        ProtocolBroken: what came was no order.
+        MessageInvalid: what came was no order.
     """
-    try:
-        opening = inbox.take(waiting=True)
-        if not isinstance(opening, Open):
-            raise ProtocolBroken(type(opening).__name__, "the order to open first")
-        with _opened(request, opening, library, env, _Teller(emit), gate, inbox) as server:
-            return server.run()
-    except MessageInvalid as error:
-        raise ProtocolBroken(str(error), "an order") from error
+    opening = inbox.take(waiting=True)
+    if not isinstance(opening, Open):
+        raise MessageInvalid("", type(opening).__name__, "the order to open first")
+    with _opened(request, opening, library, env, _Teller(emit), gate, inbox) as server:
+        return server.run()
 
 
 @contextmanager
@@ -128,8 +105,7 @@ def _opened(
     inbox: Inbox,
 ) -> Iterator[_Server]:
     """Open the session and bring its sequences back."""
-    facts = read_facts(request.model)
-    refuse_what_generates_nothing(facts)
+    facts = read_generating(request.model)
 
     def is_cancelled() -> bool:
         # Asked all through a trial in a child, which has a deadline of its own: work goes on.
@@ -138,16 +114,13 @@ def _opened(
 
     prober = prober_of(library, env, request.rpc, is_cancelled)
     if request.rpc:
-        # An RPC server serves one client at a time: once our model lies on it, the try in a child gets no answer.
-        tell.emit(Progress("trying", None, "tensor mode on the RPC servers, in a child process"))
-        prober(request.model, order.placement.changed(mode=SplitMode.TENSOR), facts)
+        try_on_servers(prober, facts, order.placement.changed(mode=SplitMode.TENSOR), tell.emit)
     tell.emit(Progress("loading", 0.0))
-    share = _Share(lambda stage, done: tell.emit(Progress(stage, done)))
+    share = Steps(lambda stage, done: tell.emit(Progress(stage, done)))
     if len(request.arena_fds) != 2:
         raise ConfigInvalid("arena_fds", list(request.arena_fds), "two descriptors")
-    first, second = (Arena(fd) for fd in request.arena_fds)
     started = perf_counter()
-    with HostedSession.open(
+    with Session.open(
         request.model,
         order.placement,
         library=library,
@@ -156,21 +129,21 @@ def _opened(
         cancel=gate,
         progress=lambda done: share("loading", done),
         force=order.force,
-        arenas=(first, second),
+        arenas=Arenas(*map(Arena, request.arena_fds)),
         on_tick=tell.tick,
     ) as session:
         load_ms = (perf_counter() - started) * 1e3
-        session.tell_seals(lambda seal: tell(orders.Sealed(seal)), lambda arena: tell(orders.Unsealed(arena)))
+        session.notify_seals(lambda seal: tell(orders.Sealed(seal)), lambda arena: tell(orders.Unsealed(arena)))
         started = perf_counter()
         reason = _bring_back(session, order, share)
-        restore_ms = (perf_counter() - started) * 1e3 if order.seal or order.books else 0.0
+        restore_ms = (perf_counter() - started) * 1e3 if order.seal or order.sequences else 0.0
         gate.end()
         tell(orders.Opened(session.placement, _about(session), bool(reason), reason, load_ms, restore_ms))
         with _Checks(session, tell, inbox, gate) as checks:
             yield _Server(session, tell, gate, inbox, checks)
 
 
-def _bring_back(session: HostedSession, order: Open, share: _Share) -> str:
+def _bring_back(session: Session, order: Open, share: Steps) -> str:
     """Let the session hold what the books say; returns why tokens were read again, "" where none were."""
     why = "no sealed carry was left"
     if order.seal is not None:
@@ -180,13 +153,13 @@ def _bring_back(session: HostedSession, order: Open, share: _Share) -> str:
             why = "they came after the sealed carry"
         except SplitctlError as error:
             why = f"the sealed carry could not be used ({error})"
-    n_read = session.adopt(order.books, lambda done, n: share("reading again", done / n))
+    n_read = hosted.bring_to(session, order.sequences, lambda done, n: share("reading again", done / n))
     with suppress(OSError):  # where memory is short, the switch that needs it says so
         session.reserve(min(session.placement.n_ctx, _N_RESERVED))
     return f"{n_read} tokens were read again: {why}" if n_read else ""
 
 
-def _about(session: HostedSession) -> dict[str, Any]:
+def _about(session: Session) -> dict[str, Any]:
     """Say what a client may want to know of the model."""
     facts, model = session.facts, session.model
     return {
@@ -210,7 +183,7 @@ class _Checks:
     Thread: the worker's one, and the one that it starts.
     """
 
-    def __init__(self, session: HostedSession, tell: _Teller, inbox: Inbox, gate: CancelGate) -> None:
+    def __init__(self, session: Session, tell: _Teller, inbox: Inbox, gate: CancelGate) -> None:
         self._session = session
         self._tell = tell
         self._inbox = inbox
@@ -237,7 +210,8 @@ class _Checks:
             found: Checked | Exception
             self._reached(order, Stage.CHECKING)
             try:
-                found = self._session.check(order.target, convert=order.convert, force=order.force)
+                how = order.options
+                found = self._session.check(order.target, convert=how.convert, force=how.force)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is this order's answer
                 found = error
             else:
@@ -252,7 +226,7 @@ class _Checks:
 class _Server:
     """One session that serves. Thread: the worker's one."""
 
-    def __init__(self, session: HostedSession, tell: _Teller, gate: CancelGate, inbox: Inbox, checks: _Checks) -> None:
+    def __init__(self, session: Session, tell: _Teller, gate: CancelGate, inbox: Inbox, checks: _Checks) -> None:
         self._session = session
         self._tell = tell
         self._gate = gate
@@ -279,7 +253,7 @@ class _Server:
             failure = failure_of(error)
             path = self._session.parked_at
             return Failure(
-                Fault.PARKED, failure.kind, failure.message, {"parked_at": None if path is None else str(path)}
+                Fault.PARKED, failure.name, failure.message, {"parked_at": None if path is None else str(path)}
             )
 
     def _carry_out(self, order: Order | CheckDone) -> None:
@@ -292,7 +266,7 @@ class _Server:
             case orders.Switch() | orders.Check():
                 self._checks.begin(order)
             case orders.Open() | orders.Close():
-                raise ProtocolBroken(type(order).__name__, "an order of a session that is open")
+                raise MessageInvalid("", type(order).__name__, "an order of a session that is open")
             case _:
                 number = order.order.order if isinstance(order, CheckDone) else order.order
                 try:
@@ -321,7 +295,7 @@ class _Server:
                 raise done.found
             if isinstance(done.order, orders.Switch):
                 return self._switch(done.order, done.found)
-            return self._judge(done.order, done.found)
+            return hosted.judgement(self._session, done.order.order, done.found)
 
     def _tokenize(self, order: orders.Tokenize) -> Report:
         if (order.text is None) == (order.messages is None):
@@ -336,10 +310,10 @@ class _Server:
         return orders.Tokenized(order.order, tuple(tokens))
 
     def _switch(self, order: orders.Switch, checked: Checked) -> Report:
-        share = _Share(lambda stage, done: self._tell(orders.StageReached(order.order, stage, done)))
+        share = Steps(lambda stage, done: self._tell(orders.StageReached(order.order, stage, done)))
         outcome = self._session.switch(
             checked.target,
-            proof=_proof(order.proof),
+            proof=order.options.proof,
             timeout_s=None,
             progress=lambda stage, done: None if stage in _TOLD_BEFORE else share(stage.value, done),
             checked=checked,
@@ -351,25 +325,12 @@ class _Server:
         self._last_told = self._session.last_switch
         return orders.Switched(order.order, self._told(outcome))
 
-    def _judge(self, order: orders.Check, checked: Checked) -> Report:
-        found = self._session.judge(checked)
-        return orders.Checked(
-            order.order,
-            found.target,
-            is_unchanged=found.is_unchanged,
-            reasons=tuple({"code": one.code, "text": one.text} for one in found.reasons),
-            conversions=found.conversions,
-            state_bytes=found.state_bytes,
-            weight_bytes=found.weight_bytes,
-            mem_available=found.mem_available,
-        )
-
     def _restore(self, order: orders.Restore) -> Report:
         if self._batcher.is_busy:
             raise Busy("streams")
         restored = self._session.restore(order.path)
         return orders.Replaced(
-            order.order, self._session.books(), restored.conversions, restored.recomputed, restored.reason
+            order.order, hosted.snapshots_of(self._session), restored.conversions, restored.recomputed, restored.reason
         )
 
     def _tell_trial(self) -> None:
@@ -402,16 +363,9 @@ class _Server:
             self._gate.end()
 
 
-def _proof(name: str) -> Proof:
-    try:
-        return Proof(name)
-    except ValueError as error:
-        raise ConfigInvalid("proof", name, f"one of {', '.join(one.value for one in Proof)}") from error
-
-
 def _failed(number: int, error: Exception) -> Report:
     """Say that an order failed; where it is a fault of ours, the log says where."""
     failure = failure_of(error)
     if failure.fault is Fault.INTERNAL:
         traceback.print_exception(error)
-    return orders.Failed(number, failure.fault, failure.kind, failure.message, failure.body)
+    return orders.Failed(number, failure.fault, failure.name, failure.message, failure.body)
