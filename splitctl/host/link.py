@@ -65,15 +65,10 @@ class WorkerLink:
         deadline_s: float | None,
         pass_fds: Sequence[int],
     ) -> None:
-        """Start the process.
+        """Start the process; `pass_fds` are the arenas.
 
-        Args:
-            request: what it serves.
-            on_report: called in the loop's thread with everything that the worker reports.
-            on_end: called there once, at the end.
-            env: its environment.
-            deadline_s: longest silence while it has work, seconds; None: any.
-            pass_fds: descriptors of the arenas.
+        `on_report` is called in the loop's thread with everything that the worker reports, `on_end` there once at the
+        end. `deadline_s` is the longest silence while it has work, seconds; None: any.
 
         Raises:
             OSError: the system starts no more processes.

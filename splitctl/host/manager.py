@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,7 +31,6 @@ from splitctl.host.link import End, WorkerLink
 from splitctl.host.recovery import Attempt, Loss, Recovery
 from splitctl.ipc.jobs import HostRequest
 from splitctl.ipc.orders import Open, Opened, Order, Report
-from splitctl.placement import Placement
 
 _ARENAS = 2
 
@@ -99,9 +98,9 @@ class WorkerManager:
         """Whether there is a worker that has opened the session."""
         return self._link is not None and self._link.is_open
 
-    def arena_of(self, seal: Seal) -> int | None:
-        """Give the descriptor of the arena that a carry is in; None where there is no such arena."""
-        return self._arenas[seal.arena] if seal.arena < len(self._arenas) else None
+    def arenas_of(self, seals: Iterable[Seal]) -> list[tuple[int, Seal]]:
+        """Give the descriptors of the arenas that carries are in, with the carries."""
+        return [(self._arenas[seal.arena], seal) for seal in seals if seal.arena < len(self._arenas)]
 
     async def open(self, order: Open) -> Opened | End:
         """Start a worker and let it open the session; gives what it opened, or how it ended.
@@ -139,11 +138,7 @@ class WorkerManager:
         """
         self._recovery.lost(loss)
         end = End(reason)
-        unreadable: list[Placement] = []
         while (attempt := self._recovery.next(self._session.seals)) is not None:
-            # Without its streams the session is opened by the same order: what failed so in a worker fails again.
-            if attempt.drops_streams and attempt.placement in unreadable:
-                continue
             order = self._session.opening(attempt)
             if order is None:
                 continue
@@ -151,8 +146,6 @@ class WorkerManager:
             if isinstance(opened, Opened):
                 return Recovered(attempt, opened, end.reason)
             end = opened
-            if attempt.seal is None and not end.was_killed:
-                unreadable.append(attempt.placement)
             self._recovery.failed(attempt, was_killed=end.was_killed)
             source = "its saved state" if attempt.seal else "its tokens"
             self._log(f"it cannot be served from {source}: {end.reason}")

@@ -94,6 +94,9 @@ class Recovery:
         """Note that a worker is gone which was to serve by an attempt, and whether somebody else ended it."""
         if self._is_forgiven(was_killed):
             self._left.insert(0, attempt)
+        elif attempt.seal is None and not was_killed:
+            # Without its streams the session is opened by the same order: what failed so in a worker fails again.
+            self._left = [one for one in self._left if one != Attempt(attempt.placement, drops_streams=True)]
 
     def _is_forgiven(self, is_no_fault: bool) -> bool:  # noqa: FBT001 - private
         self._n_forgiven += is_no_fault

@@ -506,8 +506,7 @@ class Supervisor:
 
     async def _write(self, path: Path) -> Path | None:
         """Write the session without a worker; gives the path, or None where it could not be written."""
-        arenas = [(self._manager.arena_of(seal), seal) for seal in reversed(self.seals)]
-        sealed = [(fd, seal) for fd, seal in arenas if fd is not None]
+        sealed = self._manager.arenas_of(reversed(self.seals))
         sequences, placement = self._streams.ledger.snapshots(), self._switches.effective
         return await self._files.write(path, sequences, model=self._model, placement=placement, sealed=sealed)
 

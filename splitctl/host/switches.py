@@ -142,10 +142,9 @@ class Switches:
 
     # ---- what is asked and reported ----
 
-    def begin(self, order: int, target: Placement, now: float, timeout_s: float | None = None) -> SwitchRecord:
+    def begin(self, order: int, target: Placement, now: float, timeout_s: float | None = None) -> None:
         """Take a switch that a worker is ordered to do."""
         self.under_way = SwitchRecord(order, target, self.effective, now, timeout_s, stage_at=now)
-        return self.under_way
 
     def reached(self, report: StageReached, now: float) -> Stage:
         """Note where the switch is."""
@@ -250,13 +249,8 @@ class Switches:
     ) -> list[dict[str, Any]]:
         """End what was under way or on trial when the worker was lost.
 
-        Args:
-            placement: where the session serves now; None: it is parked.
-            reason: how the worker ended.
-            recomputed: tokens were read again.
-            held: sequences and tokens that the session holds.
-            now: seconds of the supervisor's clock.
-            lost_at: the same, when the worker was lost.
+        The session serves in `placement` now, or is parked (None), and holds so many sequences and tokens. Times are
+        seconds of the supervisor's clock.
 
         Returns:
             The outcomes: of the switch that was on trial, then of the one under way.

@@ -69,12 +69,6 @@ def make_app(
 ) -> tuple[ASGIApp, Chat]:
     """Put together all that a session answers over HTTP.
 
-    Args:
-        host: does the work.
-        config: who may ask for what.
-        is_loopback: whether the server listens to this host alone.
-        log: takes lines for the log.
-
     Returns:
         What a server calls, and the part of it that answers requests for text.
     """

@@ -45,13 +45,7 @@ class Guard:
     ) -> None:
         """Stand before an app, by the keys and origins of an `HttpConfig`.
 
-        Args:
-            app: what answers those who may come in.
-            api_keys: any of them opens; none: no key is asked for.
-            hosts: names that this server is reached by, beside addresses of this host.
-            origins: pages elsewhere that may use it.
-            is_loopback: whether it listens to this host alone.
-            log: takes a line for the log.
+        `hosts` are names that this server is reached by, beside addresses of this host; `log` takes lines for the log.
         """
         self._app = app
         self._keys = [hashlib.sha256(key.encode()).digest() for key in api_keys]

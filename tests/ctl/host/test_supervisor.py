@@ -241,14 +241,14 @@ def test_streams_go_on_through_switches_both_ways(tmp_path: Path, undisturbed: t
     """Two run, two wait; after two switches all four have their tokens, and what the switches took is known."""
 
     async def script(stage: Stage) -> None:
-        # Streams go on while a switch is checked, and must not be over before the second one.
-        stage.arm(pace_us=1_000_000)
+        # Streams go on during a check, and must not be over before the second switch: the mode is tried before.
+        await stage.supervisor.check({"mode": SplitMode.TENSOR})
+        stage.arm(pace_us=80_000)
         clients = [await stage.ask(n) for n in range(4)]
         await clients[0].has(2)
         assert (await stage.switch())["status"] == "switched"
         outcome = await stage.supervisor.switch({"mode": SplitMode.LAYER})
         assert outcome["status"] == "switched"
-        stage.arm()
         for client, wanted in zip(clients, undisturbed, strict=True):
             assert (await client.end()).why is Why.LENGTH
             assert tuple(client.tokens) == wanted
