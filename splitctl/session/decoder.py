@@ -64,7 +64,7 @@ class Decoder:
     """Decodes for one session. Thread: the session's turn guards it."""
 
     def __init__(self, live: LiveSession, switcher: Switcher) -> None:
-        """Decode on ``live``; ``switcher`` is told how a trial went."""
+        """Decode on ``live``; ``switcher`` hears how a trial went."""
         self._live = live
         self._switcher = switcher
         self._effects = switcher.effects
@@ -154,7 +154,7 @@ class Decoder:
         for slot in slots:
             try:
                 drawn[slot.seq_id] = self._draw(slot)
-            except Exception as error:  # noqa: BLE001 - the others of the step have their tokens, and must hear of them
+            except Exception as error:  # noqa: BLE001 - the others of the step have drawn, and their tokens count
                 drawn[slot.seq_id] = error
         return drawn
 
@@ -261,7 +261,7 @@ class Decoder:
             self.put_sampler(slot, spec, 0)
 
     def put_sampler(self, slot: Slot, spec: SamplerSpec, n_draws: int) -> Sampler:
-        """Give a sequence a fresh sampler that has been told its tokens and has made so many draws."""
+        """Give a sequence a fresh sampler that has accepted its tokens and has made so many draws."""
         fresh = Sampler(self._live.engine.library, spec, self._live.n_vocab)
         fresh.replay(slot.tokens, n_draws)
         slot.set_sampler(fresh)

@@ -4,7 +4,8 @@ Who drives one sequence uses ``prefill`` and ``generate``. Who interleaves many,
 made of: ``fill``, ``read``, ``begin``, ``step``.
 
 Main path of a switch: ``Session.switch`` -> ``switcher.run`` -> ``machine.step`` -> command -> ``effects.perform`` ->
-event -> ``machine.step``. A library that aborts takes the process along: a child tries first, a worker hosts sessions.
+event -> ``machine.step``. A library that aborts takes the process along: a trial runs in a child, and a
+worker can host the session.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Session:
             library: the open library; None opens the first usable one.
             adapters: LoRA files and their scales, applied in this order; they travel with every switch.
             embeddings: also compute embeddings (models without logits need it).
-            prober: tries a target placement in a child process; None: the rules alone judge it.
+            prober: tries a target placement in a child process; None: the rules alone decide.
             cancel: set it to end a load, a prompt or a switch early.
             progress: called with the loaded share, 0.0 to 1.0.
             force: open it even if a trial in a child process failed.

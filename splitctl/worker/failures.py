@@ -84,9 +84,9 @@ def _call_failed(error: CallFailed, model: Path | None) -> str:
         return f"not enough memory: {why}; make the context smaller (-c), or name other devices (--device)"
     advice = next((advice for sign, advice in _ADVICE if any(sign in line for line in tail)), "")
     if error.function == _LOAD:
-        told = advice or "is it whole, and does this build know it (splitctl doctor)?"
-        return f"the library cannot load {model or 'the model'}: {why}; {told}"
+        hint = advice or "is it whole, and does this build know it (splitctl doctor)?"
+        return f"the library cannot load {model or 'the model'}: {why}; {hint}"
     if error.function == _CONTEXT:
-        told = advice or "try other values of -c, -ctk, -ctv, -fa or -sm"
-        return f"the library cannot make a context: {why}; {told}"
+        hint = advice or "try other values of -c, -ctk, -ctv, -fa or -sm"
+        return f"the library cannot make a context: {why}; {hint}"
     return str(error)

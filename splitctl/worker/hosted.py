@@ -1,6 +1,6 @@
-"""A session in the words of the supervisor: brought to what snapshots say, told as snapshots, judged for a check.
+"""A session in the terms of orders and reports: filled from snapshots, described by snapshots, checked for a switch.
 
-Law: a session that :func:`bring_to` has filled holds exactly what its snapshots say, whatever it held before.
+Law: after :func:`bring_to` a session holds exactly what the snapshots say, whatever it held before.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def bring_to(
 
 
 def snapshots_of(session: Session) -> tuple[SequenceSnapshot, ...]:
-    """Say what every sequence holds."""
+    """Describe every sequence that holds anything."""
     return tuple(
         SequenceSnapshot(
             one.seq_id,
@@ -78,7 +78,7 @@ def snapshots_of(session: Session) -> tuple[SequenceSnapshot, ...]:
 
 
 def judgement(session: Session, number: int, checked: Checked) -> orders.Checked:
-    """Answer order ``number``: what a switch to a target that has been checked would do."""
+    """Return the answer to order ``number``: what a switch to the checked target would do."""
     now, target = session.placement, checked.target
     return orders.Checked(
         number,

@@ -1,4 +1,4 @@
-"""What every command that generates does before its session opens: the model judged, trials made possible, progress."""
+"""What `run` and `serve` need before a session opens: the model's header, trials in child processes, progress."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def read_generating(model: Path) -> ModelFacts:
 def prober_of(
     library: Library, env: Mapping[str, str], rpc: tuple[str, ...], is_cancelled: Callable[[], bool]
 ) -> Prober:
-    """Give what tries placements in children, and remembers the results in the user's cache folder."""
+    """Return a prober that tries placements in child processes and keeps verdicts in the user's cache folder."""
     return Prober(
         library=library.path,
         env=env,

@@ -48,7 +48,7 @@ def reading_placement(request: RunRequest) -> Placement:
 def with_largest_chunk(
     request: RunRequest,
     facts: ModelFacts,
-    machine: Sequence[DeviceFacts],
+    devices: Sequence[DeviceFacts],
     reserve: Callable[[Placement, Sequence[tuple[int, int, int]]], Reserved],
 ) -> Placement:
     """Give the placement that reads the prompt the largest chunk that every device can lend.
@@ -56,7 +56,7 @@ def with_largest_chunk(
     Args:
         request: the run.
         facts: the model.
-        machine: the devices with the memory that is free now, before anything is loaded; the host is added.
+        devices: with the memory that is free now, before anything is loaded; the host is added.
         reserve: asks the library what contexts of several sizes would take.
 
     Returns:
@@ -67,9 +67,9 @@ def with_largest_chunk(
     """
     reading = reading_placement(request)
     limit = min(request.prompt_batch or MAX_CHUNK, reading.n_ctx or facts.n_ctx_train or MAX_CHUNK)
-    told = reserve(reading, sizes_to_ask(reading, facts, _ASKED)).reservations
+    reserved = reserve(reading, sizes_to_ask(reading, facts, _ASKED)).reservations
     host = DeviceFacts(HOST_POOL, "cpu", psutil.virtual_memory().available)
-    chunk = answer_chunk(Known(facts, (*machine, host), {reading.mode: told}), reading, limit)
+    chunk = answer_chunk(Known(facts, (*devices, host), {reading.mode: reserved}), reading, limit)
     if chunk.refused:
         raise Refused((Reason(DOES_NOT_FIT, _too_small(chunk, limit)),))
     return dataclasses.replace(reading, n_ubatch=chunk.n_ubatch, n_batch=max(reading.n_batch, chunk.n_ubatch))

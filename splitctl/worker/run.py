@@ -267,7 +267,6 @@ def _switch(session: Session, request: RunRequest, emit: Emit, state: _Run) -> N
         n_threads=session.placement.n_threads,
         n_threads_batch=session.placement.n_threads_batch,
     )
-
     how = request.options
 
     def progress(stage: Stage, share: float) -> None:

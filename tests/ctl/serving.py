@@ -39,20 +39,20 @@ class Arenas:
             os.close(fd)
 
 
-class Desk:
-    """A worker that serves, and all that it has told so far."""
+class DrivenWorker:
+    """A worker that serves a test as its supervisor, and its reports so far."""
 
-    def __init__(self, worker: WorkerProcess) -> None:
-        self.worker = worker
+    def __init__(self, process: WorkerProcess) -> None:
+        self.process = process
         self.reports: list[Any] = []
         self.last: JobEvent | None = None
         self.stages: list[str] = []
-        self._events = worker.events(deadline_s=GUARD_S)
+        self._events = process.events(deadline_s=GUARD_S)
 
     def send(self, *several: orders.Order) -> None:
         """Send orders."""
         for one in several:
-            self.worker.send_line(to_line(one, orders.ORDERS))
+            self.process.send_line(to_line(one, orders.ORDERS))
 
     def next(self) -> Any:
         """Wait for the next report; None at the last event."""
@@ -71,7 +71,7 @@ class Desk:
         while (report := self.next()) is not None:
             if isinstance(report, kind) and fits(report):
                 return report
-        told = "\n".join(map(str, [*self.reports[-5:], self.last, *self.worker.tail[-5:]]))
+        told = "\n".join(map(str, [*self.reports[-5:], self.last, *self.process.tail[-5:]]))
         raise AssertionError(f"the worker ended before {kind.__name__}:\n{told}")
 
     def until_drawn(self, stream: int, n: int) -> list[int]:
@@ -119,15 +119,15 @@ def serving(
     arenas: Arenas | None = None,
     *,
     env: dict[str, str] | None = None,
-) -> Iterator[Desk]:
+) -> Iterator[DrivenWorker]:
     """Start a worker that serves, and wait until it does; it ends with the block."""
     held = arenas or Arenas()
     try:
         request = HostRequest(model, library, (), held.fds)
-        with WorkerProcess(request, env={**os.environ, **(env or {})}, pass_fds=held.fds) as worker:
-            desk = Desk(worker)
-            desk.send(opening)
-            yield desk
+        with WorkerProcess(request, env={**os.environ, **(env or {})}, pass_fds=held.fds) as process:
+            worker = DrivenWorker(process)
+            worker.send(opening)
+            yield worker
     finally:
         if arenas is None:
             held.close()
@@ -155,23 +155,23 @@ def sampler(seed: int = 1, **more: Any) -> SamplerSpec:
     return SamplerSpec(temp=0.9, top_k=20, repeat_penalty=1.3, repeat_last_n=8, seed=seed, **more)
 
 
-def book(start: orders.Start, desk: Desk) -> orders.SequenceSnapshot:
-    """The book of a stream's sequence, as a supervisor keeps it."""
-    drawn = desk.drawn(start.stream)
-    n_draws = desk.last_drawn(start.stream).n_draws if drawn else 0
+def snapshot(start: orders.Start, worker: DrivenWorker) -> orders.SequenceSnapshot:
+    """The snapshot of a stream's sequence, as a supervisor keeps it."""
+    drawn = worker.drawn(start.stream)
+    n_draws = worker.last_drawn(start.stream).n_draws if drawn else 0
     tokens = (*start.tokens, *drawn)
     return orders.SequenceSnapshot(start.seq_id, tokens, is_pending=bool(drawn), sampler=start.sampler, n_draws=n_draws)
 
 
-def onward(start: orders.Start, desk: Desk) -> orders.Start:
+def onward(start: orders.Start, worker: DrivenWorker) -> orders.Start:
     """The order that makes another worker go on with a stream where this one was."""
-    held = book(start, desk)
+    held = snapshot(start, worker)
     return orders.Start(
         start.stream,
         start.seq_id,
         held.tokens,
         start.sampler,
-        start.n_predict - len(desk.drawn(start.stream)),
+        start.n_predict - len(worker.drawn(start.stream)),
         n_draws=held.n_draws,
         is_pending=held.is_pending,
     )

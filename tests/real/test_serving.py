@@ -17,7 +17,7 @@ from splitctl.errors import WorkerLost
 from splitctl.ipc import orders
 from splitctl.ipc.orders import Ended, Open, Reading, Sealed, Start, Switch, Tokenize
 from splitctl.placement import Placement
-from tests.ctl.serving import Arenas, Desk, book, onward, placement, serving
+from tests.ctl.serving import Arenas, DrivenWorker, onward, placement, serving, snapshot
 from tests.real.conftest import DEVICES, PROMPT, RPC, SEEDED
 from tools.make_dummies import default_folder, make_many
 
@@ -29,7 +29,7 @@ PLACE = placement(devices=DEVICES, n_ctx=2048, n_batch=64, n_ubatch=64)
 GREEDY = SamplerSpec(temp=0.0)
 N = 14
 
-Opener = Callable[..., Desk]
+Opener = Callable[..., DrivenWorker]
 
 
 @pytest.fixture
@@ -45,11 +45,11 @@ def serve(smollm2: Path, arenas: Arenas) -> Iterator[Opener]:
     """Starts workers that serve, and ends them with the test."""
     with ExitStack() as stack:
 
-        def opener(place: Placement = PLACE, *, model: Path = smollm2, **more: Any) -> Desk:
+        def opener(place: Placement = PLACE, *, model: Path = smollm2, **more: Any) -> DrivenWorker:
             library = Path(os.environ["SPLITCTL_TEST_LIBRARY"])
-            desk = stack.enter_context(serving(model, library, Open(place, **more), arenas))
-            desk.until(orders.Opened)
-            return desk
+            worker = stack.enter_context(serving(model, library, Open(place, **more), arenas))
+            worker.until(orders.Opened)
+            return worker
 
         yield opener
 
@@ -60,26 +60,26 @@ def _dummy(recipe: str) -> Path:
     return path
 
 
-def _starts(desk: Desk) -> list[Start]:
+def _starts(worker: DrivenWorker) -> list[Start]:
     """Two streams on two sequences."""
-    desk.send(Tokenize(1, text=PROMPT), Tokenize(2, text="The capital of France is"))
-    prompts = [desk.until(orders.Tokenized).tokens for _ in range(2)]
+    worker.send(Tokenize(1, text=PROMPT), Tokenize(2, text="The capital of France is"))
+    prompts = [worker.until(orders.Tokenized).tokens for _ in range(2)]
     return [Start(number, number, tokens, SEEDED, N) for number, tokens in enumerate(prompts)]
 
 
-def _run(desk: Desk, starts: list[Start]) -> list[list[int]]:
-    desk.send(*starts)
+def _run(worker: DrivenWorker, starts: list[Start]) -> list[list[int]]:
+    worker.send(*starts)
     for _ in starts:
-        end = desk.until(Ended)
+        end = worker.until(Ended)
         assert end.why == "length", end
-    return [desk.drawn(one.stream) for one in starts]
+    return [worker.drawn(one.stream) for one in starts]
 
 
 def test_a_session_and_a_worker_say_the_same(library: Library, smollm2: Path, serve: Opener) -> None:
     """One stream of a worker is what a session in this process generates; its text is tokenized alike."""
-    desk = serve()
-    (first, *_) = _starts(desk)
-    (answer,) = _run(desk, [first])
+    worker = serve()
+    (first, *_) = _starts(worker)
+    (answer,) = _run(worker, [first])
     with Session.open(smollm2, PLACE, library=library) as session:
         tokens = session.tokenize(PROMPT)
         session.prefill(tokens)
@@ -88,35 +88,36 @@ def test_a_session_and_a_worker_say_the_same(library: Library, smollm2: Path, se
 
 def test_a_chat_goes_through_the_models_template(serve: Opener, library: Library, smollm2: Path) -> None:
     """Messages become the template's text, begun once."""
-    desk = serve()
-    desk.send(Tokenize(1, messages=({"role": "user", "content": "Say yes."},)))
-    tokens = desk.until(orders.Tokenized).tokens
+    worker = serve()
+    worker.send(Tokenize(1, messages=({"role": "user", "content": "Say yes."},)))
+    tokens = worker.until(orders.Tokenized).tokens
     with Session.open(smollm2, PLACE, library=library) as session:
         text = b"".join(session.model.piece(token, special=True) for token in tokens).decode()
     assert text.count("<|im_start|>") == 3
     assert text.endswith("<|im_start|>user\nSay yes.<|im_end|>\n<|im_start|>assistant\n")
 
 
+@pytest.mark.every_build
 def test_streams_go_on_through_a_switch(serve: Opener, other_mode: SplitMode) -> None:
     """Two streams pause at a token, move to another mode, and go on to their ends; the trial confirms it."""
     straight = serve()
     wanted = _run(straight, _starts(straight))
-    desk = serve()
-    starts = _starts(desk)
-    desk.send(*starts)
-    desk.until_drawn(1, 4)
-    desk.send(Switch(1, PLACE.changed(mode=other_mode)))
-    switched = desk.until(orders.Switched)
-    n_before = [len(desk.drawn(one.stream)) for one in starts]
+    worker = serve()
+    starts = _starts(worker)
+    worker.send(*starts)
+    worker.until_drawn(1, 4)
+    worker.send(Switch(1, PLACE.changed(mode=other_mode)))
+    switched = worker.until(orders.Switched)
+    n_before = [len(worker.drawn(one.stream)) for one in starts]
     assert switched.outcome["status"] == "switched", switched.outcome["reason"]
     for _ in starts:
-        desk.until(Ended)
-    told = [desk.drawn(one.stream) for one in starts]
+        worker.until(Ended)
+    told = [worker.drawn(one.stream) for one in starts]
     assert [len(one) for one in told] == [N, N]
     assert [one[:n] for one, n in zip(told, n_before, strict=True)] == [
         one[:n] for one, n in zip(wanted, n_before, strict=True)
     ]
-    (trial,) = desk.of(orders.Trial)
+    (trial,) = worker.of(orders.Trial)
     assert (trial.outcome["confirmed"], trial.outcome["effective"]) == (True, other_mode.value)
 
 
@@ -124,41 +125,42 @@ def test_a_lost_worker_is_replaced_from_the_seal(serve: Opener) -> None:
     """Killed after Sealed and before its next token, the worker leaves all that another one needs to say the same."""
     straight = serve()
     wanted = _run(straight, _starts(straight)[:1])
-    desk = serve()
-    (first, *_) = _starts(desk)
-    desk.send(first)
-    desk.until_drawn(0, 5)
-    desk.send(Switch(1, PLACE.changed(tensor_split=(3.0, 1.0))))
-    seal = desk.until(Sealed).seal
-    desk.worker.kill()
+    worker = serve()
+    (first, *_) = _starts(worker)
+    worker.send(first)
+    worker.until_drawn(0, 5)
+    worker.send(Switch(1, PLACE.changed(tensor_split=(3.0, 1.0))))
+    seal = worker.until(Sealed).seal
+    worker.process.kill()
     with pytest.raises(WorkerLost, match="SIGKILL"):
-        desk.end()
-    before = desk.drawn(0)
-    after = serve(seal.placement, seal=seal, books=(book(first, desk),))
+        worker.end()
+    before = worker.drawn(0)
+    after = serve(seal.placement, seal=seal, sequences=(snapshot(first, worker),))
     (opened,) = after.of(orders.Opened)
     assert (opened.recomputed, opened.reason) == (False, "")
-    after.send(onward(first, desk))
+    after.send(onward(first, worker))
     after.until(Ended)
     assert [before + after.drawn(0)] == wanted
 
 
 def test_a_lost_worker_is_replaced_from_the_tokens(serve: Opener) -> None:
-    """Without a seal the books are read again: the delivered tokens stay, and both streams go on to their ends."""
-    desk = serve()
-    starts = _starts(desk)
-    desk.send(*starts)
-    desk.until_drawn(1, 5)
-    desk.worker.kill()
+    """Without a seal the snapshots are read again: the delivered tokens stay, and both streams go on to their ends."""
+    worker = serve()
+    starts = _starts(worker)
+    worker.send(*starts)
+    worker.until_drawn(1, 5)
+    worker.process.kill()
     with pytest.raises(WorkerLost):
-        desk.end()
-    after = serve(books=tuple(book(one, desk) for one in starts))
+        worker.end()
+    after = serve(sequences=tuple(snapshot(one, worker) for one in starts))
     assert after.of(orders.Opened)[0].recomputed is True
-    after.send(*(onward(one, desk) for one in starts))
+    after.send(*(onward(one, worker) for one in starts))
     for _ in starts:
         after.until(Ended)
-    assert [len(desk.drawn(one.stream) + after.drawn(one.stream)) for one in starts] == [N, N]
+    assert [len(worker.drawn(one.stream) + after.drawn(one.stream)) for one in starts] == [N, N]
 
 
+@pytest.mark.every_build
 @pytest.mark.parametrize(
     ("recipe", "n_reused"),
     [("llama", 100), ("gemma3+gqa", 0), ("mamba", 0), ("jamba+gqa", 0)],
@@ -166,32 +168,32 @@ def test_a_lost_worker_is_replaced_from_the_tokens(serve: Opener) -> None:
 )
 def test_what_a_memory_can_keep_is_kept(serve: Opener, recipe: str, n_reused: int) -> None:
     """A prompt that leaves another one on the way reuses what that memory still has, and answers as a new one does."""
-    desk = serve(model=_dummy(recipe))
+    worker = serve(model=_dummy(recipe))
     other = (*TOKENS[:100], *TOKENS[40:60])
     onward_ = (*TOKENS, *TOKENS[:30])
-    desk.run(Start(0, 0, TOKENS, GREEDY, 1))
-    longer = desk.run(Start(1, 0, onward_, GREEDY, 8))
-    shorter = desk.run(Start(2, 0, other, GREEDY, 8))
-    assert longer == desk.run(Start(3, 1, onward_, GREEDY, 8))
-    assert shorter == desk.run(Start(4, 2, other, GREEDY, 8))
-    reused = {one.stream: one.n_reused for one in desk.of(Reading)}
+    worker.run(Start(0, 0, TOKENS, GREEDY, 1))
+    longer = worker.run(Start(1, 0, onward_, GREEDY, 8))
+    shorter = worker.run(Start(2, 0, other, GREEDY, 8))
+    assert longer == worker.run(Start(3, 1, onward_, GREEDY, 8))
+    assert shorter == worker.run(Start(4, 2, other, GREEDY, 8))
+    reused = {one.stream: one.n_reused for one in worker.of(Reading)}
     assert reused == {0: 0, 1: len(TOKENS), 2: n_reused, 3: 0, 4: 0}
 
 
 def test_an_encoder_decoder_reads_every_prompt_afresh(serve: Opener) -> None:
     """Its streams share steps; a lost worker's stream is made again from its prompt and what was delivered."""
     model = _dummy("t5")
-    straight, desk = serve(model=model), serve(model=model)
+    straight, worker = serve(model=model), serve(model=model)
     starts = [Start(0, 0, TOKENS[:20], GREEDY, N), Start(1, 1, TOKENS[20:40], GREEDY, N)]
     wanted = [straight.run(one) for one in starts]
-    desk.send(*starts)
-    desk.until_drawn(1, 4)
-    desk.worker.kill()
+    worker.send(*starts)
+    worker.until_drawn(1, 4)
+    worker.process.kill()
     with pytest.raises(WorkerLost):
-        desk.end()
+        worker.end()
     after = serve(model=model)
     for one in starts:
-        drawn = tuple(desk.drawn(one.stream))
+        drawn = tuple(worker.drawn(one.stream))
         after.send(
             Start(
                 one.stream,
@@ -205,11 +207,12 @@ def test_an_encoder_decoder_reads_every_prompt_afresh(serve: Opener) -> None:
         )
     for _ in starts:
         after.until(Ended)
-    told = [desk.drawn(one.stream) + after.drawn(one.stream) for one in starts]
+    told = [worker.drawn(one.stream) + after.drawn(one.stream) for one in starts]
     assert [len(one) for one in told] == [N, N]
     assert told == wanted
 
 
+@pytest.mark.every_build
 @pytest.mark.parametrize("recipe", ["llama", "gemma3+gqa"])
 def test_a_sequence_cut_far_back_is_what_a_fresh_one_is(library: Library, recipe: str) -> None:
     """A sliding window that has moved on is read again where a session is rewound behind it."""
@@ -225,17 +228,17 @@ def test_a_sequence_cut_far_back_is_what_a_fresh_one_is(library: Library, recipe
         assert np.allclose(session.logits(), fresh.logits(), rtol=0.01, atol=0.01)
 
 
-def test_an_encoder_decoders_books_bring_it_back(serve: Opener, tmp_path: Path) -> None:
+def test_an_encoder_decoders_snapshots_bring_it_back(serve: Opener, tmp_path: Path) -> None:
     """What a file gave is known with its encoder's tokens, and another worker makes it again from them."""
     model = _dummy("t5")
-    desk = serve(model=model)
+    worker = serve(model=model)
     first = Start(0, 0, TOKENS[:20], GREEDY, 5)
-    desk.run(first)
-    desk.send(orders.Save(1, tmp_path / "kept"), orders.Restore(2, tmp_path / "kept"))
-    (held,) = desk.until(orders.Replaced).books
+    worker.run(first)
+    worker.send(orders.Save(1, tmp_path / "kept"), orders.Restore(2, tmp_path / "kept"))
+    (held,) = worker.until(orders.Replaced).sequences
     assert held.encoder_tokens == first.tokens
     assert held.is_pending
-    after = serve(model=model, books=(held,))
+    after = serve(model=model, sequences=(held,))
     assert after.of(orders.Opened)[0].recomputed
     after.send(orders.Save(3, tmp_path / "again"), orders.Restore(4, tmp_path / "again"))
-    assert after.until(orders.Replaced).books == (held,)
+    assert after.until(orders.Replaced).sequences == (held,)
