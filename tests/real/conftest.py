@@ -1,4 +1,4 @@
-"""Tests on one real build, run by tests/ctl/real_library/test_real_builds.py in a child for each build.
+"""Tests on one real build, run by tests/ctl/real_builds.py in a child for each build.
 
 By hand: SPLITCTL_TEST_LIBRARY=/path/to/libllama.so python -m pytest tests/real
 With SPLITCTL_TEST_RPC=HOST:PORT,HOST:PORT (tools.rpc_server) the devices are those of the servers; else one
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from splitctl import FlashAttn, Placement, SamplerSpec, Session, SplitMode
 from splitctl.ipc.probes import Prober
 from splitctl.model.facts import read_facts
 from splitctl.probing import VerdictCache
+from tools.make_dummies import default_folder, make_many
 
 RPC = tuple(filter(None, os.environ.get("SPLITCTL_TEST_RPC", "").split(",")))
 DEVICES = tuple(f"RPC{index}" for index in range(len(RPC))) or ("CPU", "CPU")
@@ -81,17 +83,38 @@ def base(*, mode: SplitMode = SplitMode.LAYER, flash: str = "auto", **named: obj
 
 Opener = Callable[..., Session]
 
+SMALL_PROMPT = [5, 9, 2, 7, 11, 3, 8, 1, 6, 4, 10, 12, 15, 13]
+"""Tokens for `open_small`, whose model has no words."""
+
+
+@pytest.fixture(scope="session")
+def small_model() -> Path:
+    """A llama with small random weights, for what does not depend on the model: it loads and decodes at once."""
+    ((_, path, why),) = make_many(default_folder(), ["llama"])
+    assert path is not None, why
+    return path
+
 
 @pytest.fixture
 def open_session(library: Library, smollm2: Path) -> Iterator[Opener]:
     """Opens sessions that are closed at the end of the test."""
-    opened: list[Session] = []
+    with _opener(library, smollm2) as opener:
+        yield opener
 
-    def opener(placement: Placement | None = None, **named: object) -> Session:
-        session = Session.open(smollm2, placement or base(), library=library, **named)  # type: ignore[arg-type]
-        opened.append(session)
-        return session
 
-    yield opener
-    for session in opened:
-        session.close()
+@pytest.fixture
+def open_small(library: Library, small_model: Path) -> Iterator[Opener]:
+    """Opens sessions on the small model that are closed at the end of the test."""
+    with _opener(library, small_model) as opener:
+        yield opener
+
+
+@contextmanager
+def _opener(library: Library, model: Path) -> Iterator[Opener]:
+    with ExitStack() as opened:
+
+        def opener(placement: Placement | None = None, **named: object) -> Session:
+            session = Session.open(model, placement or base(), library=library, **named)  # type: ignore[arg-type]
+            return opened.enter_context(session)
+
+        yield opener

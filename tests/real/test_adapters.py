@@ -72,6 +72,7 @@ def test_an_adapter_changes_what_the_model_says(open_session: Opener, lora: Path
     assert not np.array_equal(weak.logits(), strong.logits())
 
 
+@pytest.mark.every_build
 @pytest.mark.parametrize("changed", [{"tensor_split": (0.2, 0.8)}, {"mode": SplitMode.NONE}])
 def test_an_adapter_travels_with_a_switch(
     open_session: Opener, lora: Path, tmp_path: Path, changed: dict[str, object]

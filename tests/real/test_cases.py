@@ -17,6 +17,8 @@ from splitctl.errors import CarryDamaged, CarryMismatch
 from tests.real.conftest import base
 from tools import make_dummies
 
+pytestmark = pytest.mark.every_build
+
 GREEDY = SamplerSpec(temp=0.0)
 PROMPT = [5, 9, 2, 7, 11, 3, 8, 1, 6, 4, 10, 12]
 MEMORIES = ("llama", "gemma3", "mamba", "jamba", "lfm2")

@@ -39,6 +39,7 @@ def _prefilled(open_session: Opener, **named: Any) -> tuple[Session, list[int]]:
     return session, tokens
 
 
+@pytest.mark.every_build
 @pytest.mark.parametrize(("start", "change", "said"), CHANGES)
 def test_a_layout_change_converts_and_goes_on_as_a_context_of_that_layout(
     open_session: Opener, tmp_path: Path, start: dict[str, Any], change: dict[str, Any], said: str
@@ -61,6 +62,7 @@ def test_a_layout_change_converts_and_goes_on_as_a_context_of_that_layout(
     assert _nmse(session.logits()[-1], native.logits()[-1]) < PLAIN_LIMIT
 
 
+@pytest.mark.every_build
 def test_a_quantized_cache_costs_no_more_than_the_librarys_own(open_session: Opener) -> None:
     """f16 to q8_0: rotated as the build rotates, so the logits are as near as those of a q8_0 cache from the start."""
     session, tokens = _prefilled(open_session)
@@ -112,6 +114,7 @@ def files(library: Library, smollm2: Path, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
+@pytest.mark.every_build
 @pytest.mark.parametrize("name", ["session", "slot"])
 def test_the_librarys_own_files_are_taken_in(open_session: Opener, files: Path, name: str) -> None:
     """Tokens and cache come from the file, made to fit; one decode gives the next token, at its position (S1, S8)."""

@@ -10,7 +10,7 @@ import pytest
 
 from llama_native import CallFailed
 from splitctl import ConfigInvalid, FlashAttn, Placement, SamplerSpec, Session, Stage, SwitchStatus
-from tests.real.conftest import PROMPT, Opener, base
+from tests.real.conftest import SMALL_PROMPT, Opener, base
 
 SEEDED = SamplerSpec(temp=0.9, repeat_penalty=1.1, seed=7)
 
@@ -19,9 +19,9 @@ def _ids(session: Session, n: int, sampler: SamplerSpec | None = None) -> list[i
     return [token.id for token in session.generate(n=n, sampler=sampler)]
 
 
-def _started(open_session: Opener, **named: Any) -> tuple[Session, list[int]]:
-    session = open_session(**named)
-    session.prefill(session.tokenize(PROMPT))
+def _started(open_small: Opener, **named: Any) -> tuple[Session, list[int]]:
+    session = open_small(**named)
+    session.prefill(SMALL_PROMPT)
     return session, _ids(session, 4, SEEDED)
 
 
@@ -30,20 +30,20 @@ def _other(session: Session) -> Placement:
 
 
 @pytest.fixture
-def straight(open_session: Opener) -> list[int]:
+def straight(open_small: Opener) -> list[int]:
     """Eight tokens of a session that nothing happens to."""
-    session = open_session()
-    session.prefill(session.tokenize(PROMPT))
+    session = open_small()
+    session.prefill(SMALL_PROMPT)
     return _ids(session, 8, SEEDED)
 
 
 @pytest.mark.parametrize("stage", [Stage.SAVING, Stage.PLACING, Stage.BUILDING, Stage.RESTORING, Stage.PROVING])
 @pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()])
 def test_what_a_progress_callback_raises_comes_out_after_the_session_serves_again(
-    open_session: Opener, straight: list[int], stage: Stage, error: BaseException
+    open_small: Opener, straight: list[int], stage: Stage, error: BaseException
 ) -> None:
     """The exception is the caller's; the session is in its old placement and goes on with the right tokens."""
-    session, first = _started(open_session)
+    session, first = _started(open_small)
     before = session.placement
 
     def raising(now: Stage, _share: float) -> None:
@@ -58,10 +58,10 @@ def test_what_a_progress_callback_raises_comes_out_after_the_session_serves_agai
 
 
 def test_a_switch_that_comes_during_the_trial_of_another_waits_for_it(
-    open_session: Opener, straight: list[int], monkeypatch: pytest.MonkeyPatch
+    open_small: Opener, straight: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trial's thread books its decode before the second switch moves the machine; both outcomes are true."""
-    session, first = _started(open_session)
+    session, first = _started(open_small)
     home = session.placement
     assert session.switch(_other(session)).status is SwitchStatus.SWITCHED
     inside, go_on = threading.Event(), threading.Event()
@@ -92,10 +92,10 @@ def test_a_switch_that_comes_during_the_trial_of_another_waits_for_it(
 
 
 def test_a_prompt_that_fails_half_way_leaves_no_stale_logits(
-    open_session: Opener, monkeypatch: pytest.MonkeyPatch
+    open_small: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was read is booked, and nothing is drawn from the logits of before."""
-    session, _ = _started(open_session)
+    session, _ = _started(open_small)
     held = len(session.tokens())
     live = session._live
     run, calls = live.run, iter((True, True, False))
@@ -115,9 +115,9 @@ def test_a_prompt_that_fails_half_way_leaves_no_stale_logits(
     assert session.switch(_other(session)).status is SwitchStatus.SWITCHED
 
 
-def test_a_rewound_sampler_has_been_told_the_tokens_that_are_left(open_session: Opener) -> None:
+def test_a_rewound_sampler_has_been_told_the_tokens_that_are_left(open_small: Opener) -> None:
     """Penalties look back at what is there, each token once; the draws go on."""
-    session, _ = _started(open_session)
+    session, _ = _started(open_small)
     sampler = session._live.slots[0].sampler
     assert sampler is not None
     n_draws = sampler.n_draws
@@ -128,31 +128,31 @@ def test_a_rewound_sampler_has_been_told_the_tokens_that_are_left(open_session: 
     assert sampler.n_draws == n_draws
 
 
-def test_a_switch_that_raises_the_number_of_sequences_gives_them(open_session: Opener) -> None:
+def test_a_switch_that_raises_the_number_of_sequences_gives_them(open_small: Opener) -> None:
     """New sequences can be used at once, and surplus empty ones go with a smaller number."""
-    session, _ = _started(open_session, placement=base(kv_unified=True))
+    session, _ = _started(open_small, placement=base(kv_unified=True))
     assert session.switch(session.placement.changed(n_seq_max=3)).status is SwitchStatus.SWITCHED
-    session.prefill(session.tokenize("And then"), 2)
+    session.prefill(SMALL_PROMPT[:4], 2)
     session.remove_sequence(2)
     assert session.switch(session.placement.changed(n_seq_max=1)).status is SwitchStatus.SWITCHED
     with pytest.raises(ConfigInvalid, match="n_seq_max is 1"):
         session.prefill([5], 2)
 
 
-def test_an_empty_carry_of_another_layout_empties_the_session_and_no_more(open_session: Opener, tmp_path: Path) -> None:
+def test_an_empty_carry_of_another_layout_empties_the_session_and_no_more(open_small: Opener, tmp_path: Path) -> None:
     """Restoring nothing into another layout works, and the session can be used on."""
-    empty = open_session(base(flash_attn=FlashAttn.OFF))
+    empty = open_small(base(flash_attn=FlashAttn.OFF))
     empty.save(tmp_path / "empty")
-    session, _ = _started(open_session, placement=base(flash_attn=FlashAttn.ON))
+    session, _ = _started(open_small, placement=base(flash_attn=FlashAttn.ON))
     session.restore(tmp_path / "empty")
     assert session.tokens() == []
-    session.prefill(session.tokenize(PROMPT))
+    session.prefill(SMALL_PROMPT)
     assert len(_ids(session, 2, SEEDED)) == 2
 
 
-def test_a_group_with_an_empty_sequence_draws_for_nobody(open_session: Opener) -> None:
+def test_a_group_with_an_empty_sequence_draws_for_nobody(open_small: Opener) -> None:
     """No token of the others is lost by the one that cannot go on."""
-    session, _ = _started(open_session, placement=base(n_seq_max=2, kv_unified=True))
+    session, _ = _started(open_small, placement=base(n_seq_max=2, kv_unified=True))
     before = session.tokens(0)
     with pytest.raises(ConfigInvalid, match="prefill first"):
         session.advance((0, 1))
@@ -162,10 +162,10 @@ def test_a_group_with_an_empty_sequence_draws_for_nobody(open_session: Opener) -
 
 
 def test_a_trial_that_fails_after_a_conversion_and_a_rewind_comes_back_converted(
-    open_session: Opener, monkeypatch: pytest.MonkeyPatch
+    open_small: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a change during the trial sealed in the target's layout is rewritten for the old placement."""
-    session, _ = _started(open_session, placement=base(flash_attn=FlashAttn.ON))
+    session, _ = _started(open_small, placement=base(flash_attn=FlashAttn.ON))
     home = session.placement
     assert session.switch(session.placement.changed(flash_attn=FlashAttn.OFF)).status is SwitchStatus.SWITCHED
     live = session._live

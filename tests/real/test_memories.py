@@ -74,6 +74,7 @@ def _goes_on_like_a_fresh_one(session: Session, fresh: Session, carry: Path) -> 
     assert np.array_equal(session.logits(), fresh.logits())
 
 
+@pytest.mark.every_build
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -105,6 +106,7 @@ def test_every_memory_moves_between_the_modes_that_all_models_have(
     _goes_on_like_a_fresh_one(session, open_dummy(recipe, **changed), tmp_path / "carry")
 
 
+@pytest.mark.every_build
 @pytest.mark.parametrize("recipe", ["qwen35+gqa", "qwen2vl+gqa", "gemma3+gqa"])
 def test_what_tensor_mode_takes_moves_there_and_back(
     open_dummy: Open, other_mode: SplitMode, tmp_path: Path, recipe: str
@@ -123,6 +125,7 @@ def test_what_tensor_mode_takes_moves_there_and_back(
     _goes_on_like_a_fresh_one(session, open_dummy(recipe), tmp_path / "back")
 
 
+@pytest.mark.every_build
 @pytest.mark.parametrize(
     ("recipe", "code"),
     [
@@ -148,6 +151,7 @@ def test_what_tensor_mode_cannot_take_is_refused_and_the_session_goes_on(
     assert _ids(session, 6) == _ids(straight, 6)
 
 
+@pytest.mark.every_build
 @pytest.mark.parametrize("changed", [OTHER_SHARES, {"mode": SplitMode.TENSOR}], ids=["other shares", "tensor"])
 def test_s18_an_encoder_has_nothing_to_carry_and_moves(
     open_dummy: Open, other_mode: SplitMode, changed: dict[str, Any]

@@ -24,7 +24,7 @@ from splitctl import (
 )
 from splitctl.carry import file as carries
 from splitctl.ipc.probes import Prober
-from tests.real.conftest import PROMPT, SEEDED, Opener, base
+from tests.real.conftest import PROMPT, SEEDED, SMALL_PROMPT, Opener, base
 
 GREEDY = SamplerSpec(temp=0.0)
 STREAMS_LOST = {"xllamacpp 2026.6.9713", "xllamacpp 2026.8.10566"}
@@ -53,6 +53,7 @@ def _refuses_streams(session: Session, outcome: SwitchOutcome) -> None:
         assert len(_ids(session, 2, seq_id, GREEDY)) == 2
 
 
+@pytest.mark.every_build
 @pytest.mark.parametrize("seq", [{"n_seq_max": 1}, {"n_seq_max": 3, "kv_unified": True}, {"n_seq_max": 3}])
 def test_the_continuation_equals_a_fresh_session_given_the_same_state(
     library: Library, open_session: Opener, other_mode: SplitMode, tmp_path: Path, seq: dict[str, int]
@@ -86,6 +87,7 @@ def test_the_continuation_equals_a_fresh_session_given_the_same_state(
     assert session.last_switch.confirmed
 
 
+@pytest.mark.every_build
 def test_a_round_trip_leaves_every_byte_as_it_was(open_session: Opener, other_mode: SplitMode, tmp_path: Path) -> None:
     """There and back again without a decode between: the saved state is the same file but for its placement."""
     session = open_session()
@@ -105,6 +107,7 @@ def test_a_round_trip_leaves_every_byte_as_it_was(open_session: Opener, other_mo
     assert (one.sampler, one.n_draws) == (two.sampler, two.n_draws)
 
 
+@pytest.mark.every_build
 def test_seeded_sampling_goes_on_as_if_nothing_had_happened(open_session: Opener, straight: tuple[int, ...]) -> None:
     """10 seeded tokens, a switch, 10 more are the 20 of a session that never switched (layer to layer: same floats)."""
     session = open_session()
@@ -115,6 +118,7 @@ def test_seeded_sampling_goes_on_as_if_nothing_had_happened(open_session: Opener
     assert (*first, *_ids(session, 10)) == straight[:20]
 
 
+@pytest.mark.every_build
 def test_a_saved_session_goes_on_with_its_sampler_in_another_one(
     open_session: Opener, straight: tuple[int, ...], tmp_path: Path
 ) -> None:
@@ -128,19 +132,19 @@ def test_a_saved_session_goes_on_with_its_sampler_in_another_one(
 
 
 @pytest.mark.parametrize("proof", list(Proof))
-def test_every_proof_ends_switched(open_session: Opener, proof: Proof) -> None:
+def test_every_proof_ends_switched(open_small: Opener, proof: Proof) -> None:
     """Bytes, positions and off all pass on a library that is sound."""
-    session = open_session()
-    session.prefill(session.tokenize(PROMPT))
+    session = open_small()
+    session.prefill(SMALL_PROMPT)
     outcome = session.switch(session.placement.changed(tensor_split=(3.0, 1.0)), proof=proof)
     assert outcome.status is SwitchStatus.SWITCHED
     assert len(_ids(session, 2, sampler=GREEDY)) == 2
 
 
-def test_a_session_grows_its_context_while_it_runs(open_session: Opener, tmp_path: Path) -> None:
+def test_a_session_grows_its_context_while_it_runs(open_small: Opener, tmp_path: Path) -> None:
     """A target that only has a larger context is a switch too."""
-    session = open_session(base(n_ctx=256))
-    session.prefill(session.tokenize(PROMPT))
+    session = open_small(base(n_ctx=256))
+    session.prefill(SMALL_PROMPT)
     outcome = session.switch(session.placement.changed(n_ctx=512))
     assert outcome.status is SwitchStatus.SWITCHED
     assert session.placement.n_ctx == 512
@@ -148,9 +152,9 @@ def test_a_session_grows_its_context_while_it_runs(open_session: Opener, tmp_pat
     assert len(session.tokens()) > 260
 
 
-def test_a_context_too_small_is_refused_with_both_numbers(open_session: Opener) -> None:
+def test_a_context_too_small_is_refused_with_both_numbers(open_small: Opener) -> None:
     """Nothing is touched, and the numbers say what would fit."""
-    session = open_session(base(n_ctx=512))
+    session = open_small(base(n_ctx=512))
     session.prefill([5] * 270)
     outcome = session.switch(session.placement.changed(n_ctx=256))
     assert outcome.status is SwitchStatus.REFUSED
@@ -160,9 +164,9 @@ def test_a_context_too_small_is_refused_with_both_numbers(open_session: Opener) 
     assert len(_ids(session, 2, sampler=GREEDY)) == 2
 
 
-def test_the_same_placement_is_unchanged(open_session: Opener) -> None:
+def test_the_same_placement_is_unchanged(open_small: Opener) -> None:
     """Nothing is freed for nothing."""
-    session = open_session()
+    session = open_small()
     outcome = session.switch(session.placement)
     assert outcome.status is SwitchStatus.UNCHANGED
     assert outcome.stages_ms.freeing is None
@@ -218,10 +222,10 @@ def test_a_switch_comes_between_two_tokens_of_another_thread(open_session: Opene
     assert got == list(straight)
 
 
-def test_a_second_switch_and_a_call_from_a_callback_get_busy(open_session: Opener) -> None:
+def test_a_second_switch_and_a_call_from_a_callback_get_busy(open_small: Opener) -> None:
     """The stage callback runs inside a switch: from there, another switch and a decode are refused."""
-    session = open_session()
-    session.prefill(session.tokenize(PROMPT))
+    session = open_small()
+    session.prefill(SMALL_PROMPT)
     seen: list[str] = []
 
     def call_back(stage: Stage, _share: float) -> None:
@@ -249,6 +253,7 @@ def test_a_second_switch_and_a_call_from_a_callback_get_busy(open_session: Opene
     assert "switch" in seen[0]
 
 
+@pytest.mark.every_build
 @pytest.mark.parametrize("unified", [True, False])
 def test_a_copied_sequence_is_whole_before_any_decode(
     library: Library, open_session: Opener, other_mode: SplitMode, unified: bool
@@ -265,6 +270,7 @@ def test_a_copied_sequence_is_whole_before_any_decode(
     assert _ids(session, 6, 1, GREEDY) == _ids(session, 6, 0, GREEDY)
 
 
+@pytest.mark.every_build
 def test_a_shift_is_applied_before_it_returns(open_session: Opener, tmp_path: Path) -> None:
     """Shift, then switch at once: a fresh session given the same state goes on alike, with the keys moved."""
     session = open_session()
@@ -289,10 +295,10 @@ def test_a_shift_in_tensor_mode_is_refused(open_session: Opener, other_mode: Spl
     assert len(_ids(session, 2, sampler=GREEDY)) == 2
 
 
-def test_a_rewound_sequence_reads_on_from_there(open_session: Opener) -> None:
+def test_a_rewound_sequence_reads_on_from_there(open_small: Opener) -> None:
     """Cut to the prompt, the same seeded draws come again."""
-    session = open_session()
-    tokens = session.tokenize(PROMPT)
+    session = open_small()
+    tokens = SMALL_PROMPT
     session.prefill(tokens)
     first = _ids(session, 5, sampler=GREEDY)
     session.rewind(len(tokens))
@@ -300,10 +306,10 @@ def test_a_rewound_sequence_reads_on_from_there(open_session: Opener) -> None:
     assert _ids(session, 5) == first
 
 
-def test_a_forked_child_may_not_call(open_session: Opener) -> None:
+def test_a_forked_child_may_not_call(open_small: Opener) -> None:
     """The child gets an error and exits clean; the parent goes on."""
-    session = open_session()
-    session.prefill(session.tokenize(PROMPT))
+    session = open_small()
+    session.prefill(SMALL_PROMPT)
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -316,6 +322,7 @@ def test_a_forked_child_may_not_call(open_session: Opener) -> None:
     assert len(_ids(session, 2, sampler=GREEDY)) == 2
 
 
+@pytest.mark.every_build
 def test_a_tensor_mode_that_this_build_gets_wrong_is_refused_before_anything_is_freed(
     library: Library, smollm2: Path, other_mode: SplitMode, prober: Prober
 ) -> None:

@@ -1,102 +1,19 @@
-"""The tests of tests/real on every real build that there is, each in a process of its own."""
+"""All tests of tests/real on the newest build."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import xml.etree.ElementTree as ET
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tools.rpc_server import served
+from tests.ctl.real_builds import Build, check_build
 
-_ROOT = Path(__file__).parents[3]
-_TIMEOUT_S = 900.0
-"""A guard against a build that hangs; no test measures it."""
-_N_LEAST = 40
-"""Fewer tests than this are a collection that went wrong."""
+pytestmark = [pytest.mark.build, pytest.mark.model, pytest.mark.slow]
+
+BUILD = Build("xllamacpp-2026.10.11549")
 
 
-@dataclass(frozen=True, slots=True)
-class Build:
-    """A build under test.
-
-    Args:
-        folder: its name in the cache's `builds`.
-        library: the file in it.
-        n_servers: RPC servers that give it its devices; 0: one processor, named twice.
-        has_tensor_mode: whether its tensor mode works on these devices, so that no test of it may skip.
-    """
-
-    folder: str
-    library: str
-    n_servers: int = 0
-    has_tensor_mode: bool = True
-
-
-_XLLAMACPP = "xllamacpp/xllamacpp.abi3.so"
-BUILDS = (
-    Build("xllamacpp-2026.10.11549", _XLLAMACPP),
-    # Here the tensor mode dies of a processor as a device: what is tested is that the try in a child finds it.
-    Build("xllamacpp-2026.8.10566", _XLLAMACPP, has_tensor_mode=False),
-    Build("llama-cpp-python-0.3.36", "llama_cpp/lib/libllama.so", n_servers=2),
-)
-_NEEDS_TENSOR = "tensor mode does not work"
-
-
-def _counts(report: Path) -> tuple[int, dict[str, str]]:
-    """Read a JUnit report: how many tests passed, and id -> reason of those that were skipped."""
-    n_passed, skipped = 0, {}
-    for case in ET.parse(report).iter("testcase"):  # noqa: S314 - pytest wrote it a moment ago
-        skip = case.find("skipped")
-        if skip is not None:
-            skipped[f"{case.get('classname')}::{case.get('name')}"] = str(skip.get("message"))
-        elif case.find("failure") is None and case.find("error") is None:
-            n_passed += 1
-    return n_passed, skipped
-
-
-@pytest.mark.build
-@pytest.mark.model
-@pytest.mark.slow
-@pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.folder)
-def test_the_real_tests_pass_on(build: Build, cache_dir: Path, smollm2: Path, tmp_path: Path) -> None:
-    """Every test of tests/real passes on the build, or skips for a reason that fits the build."""
-    library = cache_dir / "builds" / build.folder / build.library
-    if not library.is_file():
-        how = "ci/builds --llama-cpp-python" if build.n_servers else "ci/builds"
-        pytest.skip(f"{build.folder} is not there: run {how}")
-    report = tmp_path / "report.xml"
-    with ExitStack() as stack:
-        servers = [stack.enter_context(served(library))[0] for _ in range(build.n_servers)]
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "pytest", "tests/real", "-q", "--durations=10", f"--junitxml={report}"),
-                *("-p", "no:cacheprovider", f"--basetemp={tmp_path / 'child'}"),
-            ],
-            cwd=_ROOT,
-            # Its skips are judged here, not by the list of the whole run.
-            env={
-                **{name: value for name, value in os.environ.items() if name != "CI"},
-                "SPLITCTL_TEST_LIBRARY": str(library),
-                "SPLITCTL_TEST_RPC": ",".join(servers),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
-    print(done.stdout)
-    assert done.returncode == 0
-    n_passed, skipped = _counts(report)
-    told = "\n".join(f"{node}: {reason}" for node, reason in skipped.items())
-    print(f"{build.folder}: {n_passed} passed, {len(skipped)} skipped\n{told}")
-    assert n_passed >= _N_LEAST, told
-    without_tensor = [node for node, reason in skipped.items() if _NEEDS_TENSOR in reason]
-    assert bool(without_tensor) is not build.has_tensor_mode, told
+@pytest.mark.usefixtures("smollm2")
+def test_the_real_tests_pass(cache_dir: Path, tmp_path: Path) -> None:
+    """Every test of tests/real passes on the newest build; one is for builds without a tensor mode."""
+    check_build(BUILD, cache_dir, tmp_path)
