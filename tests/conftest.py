@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -13,10 +14,13 @@ from tests.skips import SkipLedger
 
 # Without it an abort of the library starts a debugger for a backtrace and takes seconds.
 os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+# Thousands of child processes: compiling the packages anew takes longer than what most of them do.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 _TESTS = Path(__file__).parent
 
-# One library a process: tests/ctl/real_library/test_real_builds.py runs these in a child for each build.
+# One library a process: tests/ctl/real_builds.py runs these in a child for each build.
 collect_ignore = [] if "SPLITCTL_TEST_LIBRARY" in os.environ else ["real"]
 
 # A busy machine makes examples slowly: that is no fault of a test, and failed sound ones now and then.
