@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,16 +60,8 @@ class House:
         return [sys.executable, "-P", "-c", program, *map(str, arguments)]
 
     def run(self, *arguments: str | Path, stdin: bytes = b"", **env: str) -> subprocess.CompletedProcess[bytes]:
-        """Run a command to its end, in this process: a Python that starts takes longer than most commands."""
-        out, err = io.BytesIO(), io.BytesIO()
-        with (
-            mock.patch.dict(os.environ, self.env(**env), clear=True),
-            mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), "utf-8")),
-            mock.patch.object(sys, "stdout", io.TextIOWrapper(out, "utf-8", write_through=True)),
-            mock.patch.object(sys, "stderr", io.TextIOWrapper(err, "utf-8", write_through=True)),
-        ):
-            code = main([str(one) for one in arguments])
-            return subprocess.CompletedProcess(list(arguments), code, out.getvalue(), err.getvalue())
+        """Run a command to its end, in this process."""
+        return run_here(arguments, self.env(**env), stdin)
 
     def json(self, *arguments: str | Path, code: int = 0) -> Any:
         """Run a command with --json; give its object."""
@@ -109,6 +101,21 @@ class Host:
         _, err = self.process.communicate(timeout=GUARD_S)
         assert b"Traceback" not in err, err.decode()
         return self.process.returncode, err.decode()
+
+
+def run_here(
+    arguments: Sequence[str | Path], env: Mapping[str, str], stdin: bytes = b""
+) -> subprocess.CompletedProcess[bytes]:
+    """Run a command to its end in this process: a Python that starts takes longer than most commands."""
+    out, err = io.BytesIO(), io.BytesIO()
+    with (
+        mock.patch.dict(os.environ, env, clear=True),
+        mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), "utf-8")),
+        mock.patch.object(sys, "stdout", io.TextIOWrapper(out, "utf-8", write_through=True)),
+        mock.patch.object(sys, "stderr", io.TextIOWrapper(err, "utf-8", write_through=True)),
+    ):
+        code = main([str(one) for one in arguments])
+        return subprocess.CompletedProcess(list(arguments), code, out.getvalue(), err.getvalue())
 
 
 @contextmanager

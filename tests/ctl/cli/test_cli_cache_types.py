@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.ctl.houses import ROOT, run_here
 from tests.ctl.one_kv_head import make
-
-_ROOT = Path(__file__).parents[3]
-_GUARD_S = 600.0
-"""How long a command may take before a test fails; no test measures it."""
 
 pytestmark = [pytest.mark.build, pytest.mark.model, pytest.mark.slow]
 
@@ -27,16 +22,9 @@ def _run(build: str, model: Path, cache_dir: Path, *more: str) -> tuple[int, Any
     words = (
         f"run -m {model} --device CPU,CPU -c 256 -t 1 --temp 0 -ctk q8_0 -ctv q8_0 -psm layer -sm tensor -n 4 --json"
     )
-    start = "import sys; from splitctl.cli import main; sys.exit(main())"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", start, *words.split(), "-p", "Once upon a time there was", *more],
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": str(_ROOT), "LLAMA_NATIVE_LIB": str(library)},
-        text=True,
-        timeout=_GUARD_S,
-        check=False,
-    )
-    return done.returncode, json.loads(done.stdout), done.stderr
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "LLAMA_NATIVE_LIB": str(library)}
+    done = run_here([*words.split(), "-p", "Once upon a time there was", *more], env)
+    return done.returncode, json.loads(done.stdout), done.stderr.decode()
 
 
 @pytest.fixture(scope="module")

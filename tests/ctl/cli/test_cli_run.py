@@ -1,4 +1,4 @@
-"""`splitctl run`, `devices` and `doctor` as a user starts them: real processes, the real model, a library that dies."""
+"""`splitctl run`, `devices` and `doctor` as a user starts them: the real model, a library that dies."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.ctl.houses import run_here
 from tests.stublib import build, needs_compiler, write_model
 
 _ROOT = Path(__file__).parents[3]
@@ -42,16 +43,8 @@ def _command(*arguments: str | Path) -> list[str]:
     ]
 
 
-def _splitctl(*arguments: str | Path, stdin: bytes | None = None, **env: str) -> subprocess.CompletedProcess[bytes]:
-    done = subprocess.run(
-        _command(*arguments),
-        input=stdin,
-        stdin=subprocess.DEVNULL if stdin is None else None,
-        capture_output=True,
-        env=_env(PYTHONPATH=str(_ROOT), **env),
-        check=False,
-        timeout=_GUARD_S,
-    )
+def _splitctl(*arguments: str | Path, stdin: bytes = b"", **env: str) -> subprocess.CompletedProcess[bytes]:
+    done = run_here(arguments, _env(PYTHONPATH=str(_ROOT), **env), stdin)
     assert b"Traceback" not in done.stderr, done.stderr.decode()
     return done
 
@@ -178,7 +171,8 @@ from llama_native import Library
 from splitctl import Placement, SamplerSpec, Session, SplitMode
 model, prompt, n = sys.argv[1], Path(sys.argv[2]).read_text(), int(sys.argv[3])
 library = Library.open(env=os.environ)
-layer = Placement(mode=SplitMode.LAYER, devices=("CPU", "CPU"), n_ctx=2560, n_threads=1, n_threads_batch=1)
+sizes = {"n_ctx": 2560, "n_batch": 128, "n_ubatch": 128, "n_threads": 1, "n_threads_batch": 1}
+layer = Placement(mode=SplitMode.LAYER, devices=("CPU", "CPU"), **sizes)
 with tempfile.TemporaryDirectory() as folder:
     carry = Path(folder) / "carry"
     with Session.open(model, layer, library=library) as session:
@@ -195,17 +189,20 @@ print(json.dumps({"tokens": [t.id for t in tokens], "text": text}))
 @pytest.mark.model
 @pytest.mark.slow
 def test_the_answer_is_that_of_a_fresh_tensor_session_given_the_same_state(smollm2: Path, tmp_path: Path) -> None:
-    """2,000 tokens read in layer and 64 generated in tensor mode: as a fresh tensor session given the state does."""
-    words = [f"Item {n}: the river bends {n % 7} times before mile {n * 3}." for n in range(128)]
+    """A prompt of several batches read in layer mode, and 24 tokens in tensor: as a fresh session given the state."""
+    words = [f"Item {n}: the river bends {n % 7} times before mile {n * 3}." for n in range(20)]
     prompt = tmp_path / "prompt.txt"
     prompt.write_text(" ".join(words), encoding="utf-8")
-    done = _splitctl("run", "-m", smollm2, *_TWO, "-psm", "layer", "-sm", "tensor", "-f", prompt, "-n", "64", "--json")
+    done = _splitctl(
+        "run", "-m", smollm2, *_TWO, "-b", "128", "-ub", "128",
+        "-psm", "layer", "-sm", "tensor", "-f", prompt, "-n", "24", "--json",
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     body = _json(done)
     assert body["switch"]["status"] == "switched"
-    assert body["timings"]["prompt"]["n"] >= 2000
+    assert body["timings"]["prompt"]["n"] > 2 * 128
     fresh = subprocess.run(
-        [sys.executable, "-c", _SAME_STATE, str(smollm2), str(prompt), "64"],
+        [sys.executable, "-c", _SAME_STATE, str(smollm2), str(prompt), "24"],
         capture_output=True,
         env=_env(PYTHONPATH=str(_ROOT)),
         check=True,
@@ -452,7 +449,8 @@ def test_a_save_that_fails_keeps_the_outcome_and_the_answer(tmp_path: Path) -> N
 def test_ctrl_c_at_any_stage(stage: str, smollm2: Path, tmp_path: Path) -> None:
     """One interrupt ends the command with status 130 and one line, and nothing is left running."""
     prompt = tmp_path / "prompt.txt"
-    prompt.write_text("the river bends and bends again " * 60, encoding="utf-8")
+    # Long enough that it is still being read when the interrupt comes.
+    prompt.write_text("the river bends and bends again " * (60 if stage == "prompt" else 2), encoding="utf-8")
     arguments = ["-m", smollm2, *_TWO, "-psm", "layer", "-sm", "tensor", "-f", prompt, "-n", "2000", "--json"]
     with _started("run", *arguments, XDG_CACHE_HOME=str(tmp_path)) as process:
         below = _wait_for(process, stage)
