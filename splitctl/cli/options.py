@@ -118,6 +118,9 @@ def _applied(options: Iterable[Callable[[Command], Command]], command: Command) 
     return command
 
 
+model_option = click.option(
+    "-m", "--model", type=click.Path(path_type=Path), envvar="LLAMA_ARG_MODEL", required=True, help="The GGUF file."
+)
 library_option = click.option(
     "--lib",
     "library",

@@ -25,8 +25,9 @@ from splitctl.cli.options import (
     switch_options,
     verbose_option,
 )
-from splitctl.cli.output import EXIT_OF_STATUS, ExitCode, Screen, error_body, one_line, print_json, switch_table
+from splitctl.cli.output import EXIT_OF_STATUS, ExitCode, Screen, error_body, print_json, switch_table
 from splitctl.cli.prompts import PromptUnreadable, read_prompt
+from splitctl.cli.switch import outcome_line
 from splitctl.errors import SplitctlError
 from splitctl.ipc.jobs import RunRequest
 from splitctl.outcome import SwitchOptions
@@ -35,11 +36,7 @@ from splitctl.placement import Placement, SplitMode
 _MAX_BATCH = 2**31 - 1
 
 #: Parameters that make sense for a session that is served.
-_WITH_SESSION = frozenset(
-    {
-        "session", "prompt", "prompt_file", "chat", "n_predict", "verbose", "as_json", *SAMPLER_PARAMS,
-    }
-)  # fmt: skip
+_WITH_SESSION = {"session", "prompt", "prompt_file", "chat", "n_predict", "verbose", "as_json", *SAMPLER_PARAMS}
 
 
 def _chunk(text: str) -> int:
@@ -167,11 +164,7 @@ def _with_session(
     is_chat: bool,
     as_json: bool,
 ) -> ExitCode:
-    """Generate with a session that another process holds.
-
-    Raises:
-        click.UsageError: a flag that only makes sense for a session of one's own.
-    """
+    """Generate with a session that another process holds; refuse flags that are not for it."""
     context = click.get_current_context()
     for param in context.command.params:
         source = context.get_parameter_source(str(param.name))
@@ -185,7 +178,7 @@ def _with_session(
 
 
 def _finish(body: dict[str, Any], screen: Screen, *, as_json: bool) -> ExitCode:
-    """Show what came of a run that answered, and choose its exit status."""
+    """Show the result of a run, and choose its exit status."""
     outcome = body["switch"]
     code = EXIT_OF_STATUS[outcome["status"]] if outcome is not None else ExitCode.DONE
     screen.end_text()
@@ -202,9 +195,7 @@ def _finish(body: dict[str, Any], screen: Screen, *, as_json: bool) -> ExitCode:
     if body["payoff"] is not None:
         screen.line(body["payoff"]["sentence"])
     if code is not ExitCode.DONE:
-        ended = "; ".join(one["text"] for one in outcome["reasons"]) or outcome["reason"]
-        status = outcome["status"].replace("_", " ")
-        screen.line(f"splitctl: the switch to {outcome['requested']} ended: {status}: {one_line(ended)}")
+        screen.line(f"splitctl: {outcome_line(outcome)}")
     return code
 
 

@@ -1,4 +1,4 @@
-"""`splitctl serve`: hold a session in a process of its own, until it is told to stop."""
+"""`splitctl serve`: hold a session in a process of its own, until it is stopped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ import platformdirs
 
 from splitctl.cli.hosts import told
 from splitctl.cli.http_options import http_options
-from splitctl.cli.options import json_option, library_option, rpc_option, serving_placement_options, verbose_option
+from splitctl.cli.options import (
+    Parsed,
+    json_option,
+    library_option,
+    model_option,
+    rpc_option,
+    serving_placement_options,
+    verbose_option,
+)
 from splitctl.cli.output import ExitCode, Screen, one_line, print_json
 from splitctl.cli.switch import outcome_line
 from splitctl.control.server import ControlServer
@@ -36,41 +44,38 @@ if TYPE_CHECKING:
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-class ScaledAdapter(click.ParamType[AdapterFile]):
-    """A LoRA file and its scale."""
-
-    name = "FILE:SCALE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> AdapterFile:
-        """Take the text apart at its last colon."""
-        if isinstance(value, AdapterFile):
-            return value
-        file, _, scale = str(value).rpartition(":")
-        try:
-            factor = float(scale)
-        except ValueError:
-            factor = math.nan
-        if not file or not math.isfinite(factor):
-            self.fail(f"{value!r} is not FILE:SCALE, such as style.gguf:0.5", param, ctx)
-        return AdapterFile(Path(file).absolute(), factor)
+def _scaled_adapter(text: str) -> AdapterFile:
+    """Take FILE:SCALE apart at its last colon."""
+    file, _, scale = text.rpartition(":")
+    try:
+        factor = float(scale)
+    except ValueError:
+        factor = math.nan
+    if not file or not math.isfinite(factor):
+        raise ValueError(f"{text!r} is not FILE:SCALE, such as style.gguf:0.5")
+    return AdapterFile(Path(file).absolute(), factor)
 
 
 @click.command()
-@click.option(
-    "-m", "--model", type=click.Path(path_type=Path), envvar="LLAMA_ARG_MODEL", required=True, help="The GGUF file."
-)
+@model_option
 @click.option("--session", default=DEFAULT_NAME, show_default=True, metavar="NAME", help="The session's name.")
 @click.option(
     "--lora", "lora", multiple=True, type=click.Path(path_type=Path), metavar="FILE", help="A LoRA adapter, at scale 1."
 )
-@click.option("--lora-scaled", "lora_scaled", multiple=True, type=ScaledAdapter(), help="A LoRA adapter and its scale.")
-@click.option("--resume", is_flag=True, help="Go on with the session of this name that was saved last.")
+@click.option(
+    "--lora-scaled",
+    "lora_scaled",
+    multiple=True,
+    type=Parsed("FILE:SCALE", _scaled_adapter),
+    help="A LoRA adapter and its scale.",
+)
+@click.option("--resume", is_flag=True, help="Continue the saved session of this name.")
 @click.option(
     "--checkpoint",
     "checkpoint_s",
     type=click.FloatRange(min=0.0, min_open=True),
     metavar="S",
-    help="Save the session every S seconds while it changes; off if not given. It is always saved when it is stopped.",
+    help="Save the session every S seconds while it changes. It is always saved when it is stopped.",
 )
 @click.option(
     "--deadline",
@@ -79,9 +84,9 @@ class ScaledAdapter(click.ParamType[AdapterFile]):
     default=60.0,
     show_default=True,
     metavar="S",
-    help="Take the process that holds the library for hung when it makes no progress for so long.",
+    help="Restart the process that holds the library if it makes no progress for this long.",
 )
-@click.option("--force", is_flag=True, help="Open also what only a try in a child process speaks against.")
+@click.option("--force", is_flag=True, help="Open even if a trial in a child process failed.")
 @http_options
 @serving_placement_options
 @library_option
@@ -105,7 +110,7 @@ def serve(
     verbose: bool,
     as_json: bool,
 ) -> int:
-    """Serve a session that outlives the library: switch, attach, save and stop it from other terminals."""
+    """Serve a session that survives a crash of the library. Switch, attach, save and stop it from other terminals."""
     with Screen(as_json=as_json, verbose=verbose) as screen:
         try:
             folder = platformdirs.user_state_path("splitctl") / "sessions"
@@ -153,7 +158,7 @@ class _Serving:
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
-        control = ControlServer(self._supervisor, stop=self._stop, tell=self._log)
+        control = ControlServer(self._supervisor, stop=self._stop, log=self._log)
         await control.start(self._held.listen())
         if self._server is not None:
             await self._server.start()
@@ -174,7 +179,7 @@ class _Serving:
         return ExitCode.DONE
 
     async def _start(self) -> None:
-        """Load the model; an end that was asked for meanwhile is none of its failures."""
+        """Load the model; being stopped meanwhile is not a failure."""
         try:
             await self._supervisor.start()
         except (SplitctlError, OSError):
@@ -182,7 +187,7 @@ class _Serving:
                 raise
 
     async def _watch(self) -> None:
-        """Log how switches end; the supervisor tells what goes wrong."""
+        """Log how switches end; the supervisor logs what goes wrong."""
         async for event in self._supervisor.subscribe():
             if isinstance(event, SwitchEnded):
                 self._log(outcome_line(event.outcome))
@@ -228,13 +233,13 @@ class _Serving:
         self._stopping = asyncio.ensure_future(self._drain_and_end())
 
     def _log(self, text: str) -> None:
-        """Write a line of the log; a terminal that is gone is no reason to end."""
+        """Write a line of the log; go on if the terminal is gone."""
         with suppress(OSError):
             self._screen.line(f"{time.strftime('%H:%M:%S')} {one_line(text)}")
 
 
 def _server_of(supervisor: Supervisor, http: HttpConfig, log: Callable[[str], None]) -> HttpServer:
-    """Take the port before the model is loaded: a port that is taken is told at once."""
+    """Take the port before the model is loaded, so that a port in use is reported at once."""
     from splitctl.http import HttpServer  # noqa: PLC0415 - an extra, which a session on its socket does without
 
     server = HttpServer(supervisor, http, log=log)

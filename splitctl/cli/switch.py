@@ -108,7 +108,7 @@ def _switch(session: str | None, request: SwitchRequest, screen: Screen, *, asks
                     client.cancel()
                     screen.line("cancelling")
             elif is_asking:
-                # The last line counts: whoever types faster than we read has thought again.
+                # The last line counts: someone who typed several has changed their mind.
                 answer = os.read(_STDIN, _LINE_BYTES).strip().rpartition(b"\n")[2].strip().lower()
                 if answer in {b"l", b"leave"}:
                     return None
@@ -137,16 +137,15 @@ def show_outcome(outcome: dict[str, Any], screen: Screen, *, as_json: bool) -> E
         The exit status.
     """
     code = EXIT_OF_STATUS.get(str(outcome.get("status")), ExitCode.FAILED)
-    why = "; ".join(one["text"] for one in outcome.get("reasons") or ()) or str(outcome.get("reason") or "")
     if as_json:
-        print_json(error_body("Cancelled", why, code, outcome) if code is ExitCode.CANCELLED else outcome)
+        is_cancelled = code is ExitCode.CANCELLED
+        print_json(error_body("Cancelled", str(outcome.get("reason")), code, outcome) if is_cancelled else outcome)
     elif outcome.get("status") not in {"unchanged", "refused"}:
         screen.table(switch_table(outcome))
-    if not as_json and code is ExitCode.DONE:
+    if code is not ExitCode.DONE:
+        screen.line(f"splitctl: {outcome_line(outcome)}")
+    elif not as_json:
         click.echo(outcome_line(outcome))
-    elif code is not ExitCode.DONE:
-        status = str(outcome.get("status")).replace("_", " ")
-        screen.line(f"splitctl: the switch to {outcome.get('requested')} ended: {status}: {one_line(why)}")
     if outcome.get("parked_at"):
         at = outcome["parked_at"]
         screen.line(f"splitctl: the session is parked at {at}; splitctl restore {at} brings it back")
@@ -154,11 +153,7 @@ def show_outcome(outcome: dict[str, Any], screen: Screen, *, as_json: bool) -> E
 
 
 def outcome_line(outcome: dict[str, Any]) -> str:
-    """Say an outcome in one line.
-
-    Args:
-        outcome: the outcome object of the contract.
-    """
+    """Say in one line how a switch ended, from the outcome object of the contract."""
     status = str(outcome.get("status"))
     if status == "unchanged":
         return f"unchanged: the session serves in {outcome.get('effective')} mode, placed like this already"
