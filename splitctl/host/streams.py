@@ -149,9 +149,8 @@ class Stream:
     Thread: the supervisor's loop. Lifetime: until Done was taken; a client that goes away earlier cancels.
     """
 
-    def __init__(self, number: int, stop: Sequence[str], on_cancel: Callable[[int], None]) -> None:
-        """Begin one that `stop` texts end; `on_cancel` is called with its number when the client cancels."""
-        self.number = number
+    def __init__(self, stop: Sequence[str], on_cancel: Callable[[], None]) -> None:
+        """Begin one that `stop` texts end; `on_cancel` is called when the client cancels."""
         self._text = Text(stop)
         self._on_cancel = on_cancel
         self._events: asyncio.Queue[StreamEvent] = asyncio.Queue()
@@ -176,7 +175,7 @@ class Stream:
     def cancel(self) -> None:
         """End the stream; Done follows at once. One that is over stays as it is."""
         if not self._is_done:
-            self._on_cancel(self.number)
+            self._on_cancel()
 
     # ---- for the supervisor ----
 
@@ -259,9 +258,7 @@ class StreamTable:
             raise Busy(f"{self.n_waiting} streams that wait")
         self._n_streams += 1
         number = self._n_streams
-        stream = self._streams[number] = Stream(
-            number, request.sampler.stop, lambda one: self._close(one, Why.CANCELLED)
-        )
+        stream = self._streams[number] = Stream(request.sampler.stop, lambda: self._close(number, Why.CANCELLED))
         if request.tokens is not None:
             self._queue(number, request.tokens, request)
         else:

@@ -207,8 +207,7 @@ class Supervisor:
     async def restore(self, path: Path) -> dict[str, Any]:
         """Replace all that the session holds with a file; a parked session serves again with it.
 
-        Args:
-            path: a carry, or a session or slot file of llama.cpp; absolute.
+        The file is a carry, or a session or slot file of llama.cpp; its path is absolute.
 
         Returns:
             Keys path, sequences, tokens, conversions, recomputed and reason.
@@ -227,9 +226,6 @@ class Supervisor:
 
     async def stop(self, *, save: bool = True) -> dict[str, Any]:
         """End the session: streams get an error, it is saved, the worker is closed. A second call waits for the first.
-
-        Args:
-            save: write what it holds to `HostConfig.save_path`.
 
         Returns:
             Key path: where it was saved, or where a parked session lies; None where nothing was.

@@ -56,7 +56,7 @@ class FakeSession:
         """Begin a stream and give it to the test."""
         self._fail()
         self.requests.append(request)
-        stream = Stream(len(self.requests), request.sampler.stop, lambda _: self._cancel(stream))
+        stream = Stream(request.sampler.stop, lambda: self._cancel(stream))
         self.streams.put_nowait(stream)
         return stream
 

@@ -23,7 +23,7 @@ def _events(stream: Stream) -> list[StreamEvent]:
 
 
 def _stream(stop: tuple[str, ...] = ()) -> Stream:
-    return Stream(1, stop, lambda _: None)
+    return Stream(stop, lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,9 @@ def test_a_stop_text_is_told_to_the_supervisor() -> None:
 
 
 def test_a_cancel_reaches_the_supervisor_while_the_stream_lives() -> None:
-    """Cancelling names the stream; one that is over is left alone."""
+    """A cancel is passed on; a stream that is over is left alone."""
     cancelled: list[int] = []
-    stream = Stream(7, (), cancelled.append)
+    stream = Stream((), lambda: cancelled.append(7))
     stream.cancel()
     stream.end(Done(Why.CANCELLED))
     stream.cancel()
