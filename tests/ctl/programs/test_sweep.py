@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from splitctl.placement import SplitMode
-from tests.native.real import NEWEST, library_of
 from tests.tool import run_tool
+from tools import sweep_codec, sweep_switch
 from tools.children import last_words
-from tools.make_dummies import default_folder, make_many, recipes
+from tools.make_dummies import recipes
 from tools.sweep_cells import LAYOUTS, PAIRS, Mismatch, all_cells, distance, need_sound, placement_of, prompt
-from tools.sweep_switch import ModelSweep, main
+from tools.sweep_switch import ModelSweep
 from tools.sweeping import DEFAULT, Tally
 
 
@@ -78,7 +79,8 @@ def test_the_telling_line_is_picked() -> None:
     assert last_words("") == "it said nothing"
 
 
-def test_an_unknown_model_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("main", [sweep_switch.main, sweep_codec.main])
+def test_an_unknown_model_is_a_usage_error(main: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     """A name that is no recipe ends with exit code 2."""
     with pytest.raises(SystemExit) as caught:
         main(["-k", "no-such-model"])
@@ -86,33 +88,19 @@ def test_an_unknown_model_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -
     assert "--list" in capsys.readouterr().err
 
 
-@pytest.fixture(scope="module")
-def library() -> Path:
-    """The newest real build."""
-    return library_of(NEWEST)
-
-
-def sweep_of(name: str, library: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSweep:
-    """Make a model and its sweep."""
-    monkeypatch.setenv("LLAMA_NATIVE_LIB", str(library))
-    ((_, path, reason),) = make_many(default_folder(), [name])
-    assert path is not None, reason
-    return ModelSweep(path, library, folder / "verdicts.json")
-
-
 @pytest.mark.build
-def test_real_cells_pass(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_cells_pass(library: Path, tmp_path: Path, model_of: Callable[[str], Path]) -> None:
     """A real library carries four streams of a hybrid into tensor mode and one sequence to another layer split."""
     cells = ["4-streams:layer>tensor", "1:layer>layer-1,3"]
-    told = list(sweep_of("qwen35", library, tmp_path, monkeypatch).cells(cells))
+    told = list(ModelSweep(model_of("qwen35"), library, tmp_path / "verdicts.json").cells(cells))
     assert [(one["cell"], one["status"]) for one in told] == [(cell, "passed") for cell in cells]
 
 
 @pytest.mark.build
-def test_a_death_is_contained_and_explained(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_death_is_contained_and_explained(library: Path, tmp_path: Path, model_of: Callable[[str], Path]) -> None:
     """A model that the library cannot run at all dies in its child, a control tells why, and the next cell goes on."""
     cells = ["4-streams:layer>none", "1:layer>none"]
-    told = list(sweep_of("t5", library, tmp_path, monkeypatch).cells(cells))
+    told = list(ModelSweep(model_of("t5"), library, tmp_path / "verdicts.json").cells(cells))
     assert [one["status"] for one in told] == ["refused", "passed"]
     code, text = told[0]["reasons"][0]
     assert code == "library-alone"

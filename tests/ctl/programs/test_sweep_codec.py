@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from statecodec import parse
 from tests.codec.cases import CASES
-from tests.native.real import NEWEST, library_of
 from tests.tool import run_tool
 from tools import sweep_codec
-from tools.make_dummies import default_folder, make_many
-from tools.sweep_codec import Tally, cells_of, lost, main, memory_of, reason_of
+from tools.sweep_codec import Tally, cells_of, lost, memory_of, reason_of
 from tools.sweep_codec_cells import CACHES, all_cells, codec_placement, reading_of, settings, shape_of
 
 
@@ -83,28 +82,6 @@ def test_refusals_are_counted_by_what_the_library_says() -> None:
     assert reason_of("no-context", "something new") == "no-context"
 
 
-def test_an_unknown_model_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    """A name that is no recipe ends with exit code 2."""
-    with pytest.raises(SystemExit) as caught:
-        main(["-k", "no-such-model"])
-    assert caught.value.code == 2
-    assert "--list" in capsys.readouterr().err
-
-
-@pytest.fixture(scope="module")
-def library() -> Path:
-    """The newest real build."""
-    return library_of(NEWEST)
-
-
-def model_of(name: str, library: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a model."""
-    monkeypatch.setenv("LLAMA_NATIVE_LIB", str(library))
-    ((_, path, reason),) = make_many(default_folder(), [name])
-    assert path is not None, reason
-    return path
-
-
 @pytest.mark.build
 @pytest.mark.parametrize(
     ("name", "layout", "memory"),
@@ -115,20 +92,20 @@ def model_of(name: str, library: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("t5encoder", "4-unified", "attention"),
     ],
 )
-def test_real_states_pass(name: str, layout: str, memory: str, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_states_pass(name: str, layout: str, memory: str, library: Path, model_of: Callable[[str], Path]) -> None:
     """Memories of several parts, with a magic of their own, and of an encoder that never uses it are read and taken."""
     cells = [f"{layout}:f16:on:{form}" for form in ("context", "sequence")]
-    told = list(cells_of(model_of(name, library, monkeypatch), library, cells))
+    told = list(cells_of(model_of(name), library, cells))
     assert [(one["cell"], one["status"]) for one in told] == [(cell, "passed") for cell in cells]
     assert [one["n_states"] for one in told] == [1, 4]
     assert {memory_of(one["reading"]) for one in told} == {memory}
 
 
 @pytest.mark.build
-def test_a_death_is_contained(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_death_is_contained(library: Path, model_of: Callable[[str], Path]) -> None:
     """A context that kills the process is refused with what it said, in both forms, and the next cell goes on."""
     cells = ["4-streams:f16:on:context", "4-streams:f16:on:sequence", "1:f16:on:context"]
-    told = list(cells_of(model_of("t5", library, monkeypatch), library, cells))
+    told = list(cells_of(model_of("t5"), library, cells))
     assert [(one["cell"], one["status"]) for one in told] == [
         (cells[0], "refused"),
         (cells[1], "refused"),
@@ -147,7 +124,13 @@ def test_a_death_is_contained(library: Path, monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_a_codec_with_a_fault_does_not_pass(
-    name: str, fault: str, why: str, library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    fault: str,
+    why: str,
+    library: Path,
+    model_of: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Wrong bytes, an unexpected exception and a death while the codec reads are failures."""
     program = tmp_path / "faulty.py"
@@ -157,7 +140,7 @@ def test_a_codec_with_a_fault_does_not_pass(
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(sweep_codec, "CELLS", "faulty")
-    (told,) = cells_of(model_of("llama", library, monkeypatch), library, ["1:f16:on:context"])
+    (told,) = cells_of(model_of("llama"), library, ["1:f16:on:context"])
     assert told["status"] == "failed"
     assert why in told["why"]
 
