@@ -67,7 +67,7 @@ class RequestFailed(SplitctlError):
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ControlEvent:
     """Something on the way to an answer.
 
     Attributes:
@@ -79,7 +79,7 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class ControlAnswer:
-    """The last line of what went well.
+    """The last line of a success.
 
     Attributes:
         body: object.
@@ -139,11 +139,11 @@ class Client:
         """Give the descriptor that becomes readable when there is something to `read`."""
         return self._socket.fileno()
 
-    def read(self) -> list[Told | ControlAnswer]:
-        """Read what came; waits for more where nothing did.
+    def read(self) -> list[ControlEvent | ControlAnswer]:
+        """Read what came; waits where nothing did.
 
         Returns:
-            Whole messages, perhaps none yet; after an Answer nothing more comes.
+            Whole messages, perhaps none yet; after a ControlAnswer nothing more comes.
 
         Raises:
             RequestFailed: the host said so.
@@ -164,14 +164,14 @@ class Client:
             return []
         *lines, rest = bytes(self._pending).split(b"\n")
         self._pending = bytearray(rest)
-        messages: list[Told | ControlAnswer] = []
+        messages: list[ControlEvent | ControlAnswer] = []
         for line in lines:
             try:
                 messages.append(self._message(line))
             except RequestFailed as error:
                 if not messages:
                     raise
-                # What came before it counts; it is told next, because a host that said so hangs up.
+                # What came before it counts. It is raised next time, because a host that said so hangs up.
                 self._failure = error
         return messages
 
@@ -197,15 +197,15 @@ class Client:
         """Hang up."""
         self.close()
 
-    def _message(self, line: bytes) -> Told | ControlAnswer:
+    def _message(self, line: bytes) -> ControlEvent | ControlAnswer:
         """Read one line of the answer."""
         try:
             body = object_of(line, max_bytes=MAX_ANSWER_BYTES)
         except MessageInvalid as error:
             raise HostGone(self.address.name, f"said what is no answer ({error}) and was left") from error
         match body:
-            case {"event": dict() as told}:
-                return Told(told)
+            case {"event": dict() as event}:
+                return ControlEvent(event)
             case {"result": dict() as result}:
                 return ControlAnswer(result)
             case {"error": {"fault": str() as fault, "kind": str() as kind, "message": str() as message, **more}}:
@@ -227,7 +227,7 @@ def ask(
     Args:
         address: where the session is reached.
         request: what it is asked for.
-        on_event: takes what is told on the way.
+        on_event: called with every event on the way.
         timeout_s: longest silence that is borne, seconds; None: any.
 
     Returns:

@@ -37,7 +37,7 @@ class Connection:
         writer.transport.set_write_buffer_limits(high=_UNREAD_BYTES)
 
     def peer_uid(self) -> int:
-        """Ask whose the other end is."""
+        """Ask which user is at the other end."""
         return peer_uid(self._writer.get_extra_info("socket"))
 
     async def read(self) -> bytes:
@@ -46,11 +46,11 @@ class Connection:
         return rest or await self._reader.read(_CHUNK_BYTES)
 
     def put_back(self, rest: bytes) -> None:
-        """Give back what was read too much."""
+        """Give back what was read beyond the request."""
         self._rest = rest
 
     async def listen(self, cancel: Callable[[], None]) -> None:
-        """Read control lines until the client hangs up or sends what is none.
+        """Read control lines until the client hangs up or sends something else.
 
         Args:
             cancel: called for every `requests.CANCEL`.
@@ -84,12 +84,12 @@ class Connection:
         await self._send({"event": dict(body)})
 
     async def result(self, body: Mapping[str, Any]) -> None:
-        """Send the last line of what went well; a client that is gone is no error."""
+        """Send the last line of a success; a client that is gone is no error."""
         with suppress(ConnectionError):
             await self._send({"result": dict(body)})
 
     async def error(self, error: Exception) -> None:
-        """Send the last line of what did not; a client that is gone is no error."""
+        """Send the last line of a failure; a client that is gone is no error."""
         with suppress(ConnectionError):
             await self._send({"error": error_body(error)})
 
@@ -132,7 +132,7 @@ def error_body(error: Exception) -> dict[str, Any]:
     """Say an error to a client.
 
     Args:
-        error: any; an error that a worker told brings its ``fault``, ``name`` and ``body`` along.
+        error: any; one that a worker reported has its ``fault``, ``name`` and ``body``.
 
     Returns:
         Keys fault, kind, message and body.

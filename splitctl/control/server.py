@@ -3,10 +3,10 @@
 Laws:
     1. A connection sends one request line and may send `requests.CANCEL` after it. It gets event lines and one last
        line, ``{"result": ...}`` or ``{"error": {fault, kind, message, body}}``, whatever it sent.
-    2. Whose other end is another user's gets nothing.
-    3. No client holds up another or the session: a line that does not come, an answer that is not read, a connection
-       too many and bytes too many end that connection alone.
-    4. Who hangs up cancels its generation, and leaves its switch, save or restore to end by itself.
+    2. A client of another user gets nothing.
+    3. No client holds up another or the session: a line that does not come, an answer that is not read, too many
+       connections and too many bytes end that connection alone.
+    4. A client that hangs up cancels its generation, and leaves its switch, save or restore to end by itself.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class ControlServer:
         host: SessionService,
         *,
         stop: Callable[[], Awaitable[dict[str, Any]]],
-        tell: Callable[[str], None],
+        log: Callable[[str], None],
         limits: ControlLimits = ControlLimits(),
     ) -> None:
         """Take the supervisor.
@@ -130,12 +130,12 @@ class ControlServer:
         Args:
             host: does the work.
             stop: ends the session, when a client asks for it; its answer is passed on.
-            tell: takes a line for the log.
+            log: takes a line.
             limits: what a client may take.
         """
         self._host = host
         self._stop = stop
-        self._tell = tell
+        self._log = log
         self._limits = limits
         self._n_pending_bytes = 0
         self._handlers: set[asyncio.Task[None]] = set()
@@ -188,7 +188,7 @@ class ControlServer:
         try:
             await self._handle(line)
         except (ConnectionError, TimeoutError):
-            # It hung up, or does not read: there is nobody to tell.
+            # It hung up, or does not read: nobody would get an answer.
             line.abort()
         finally:
             await line.close()
@@ -196,7 +196,7 @@ class ControlServer:
     async def _handle(self, line: Connection) -> None:
         try:
             if line.peer_uid() != os.getuid():
-                self._tell(f"a client of user {line.peer_uid()} was turned away")
+                self._log(f"a client of user {line.peer_uid()} was turned away")
                 return
             self._refuse_too_many()
             raw = await self._read_request(line)
@@ -209,7 +209,7 @@ class ControlServer:
         except (ConnectionError, TimeoutError):
             raise
         except Exception as error:  # noqa: BLE001 - the last stand: a fault of ours must not end the host
-            self._tell(f"a request failed: {error_body(error)['message']}")
+            self._log(f"a request failed: {error_body(error)['message']}")
             await line.error(error)
 
     def _has_asked(self) -> None:
@@ -236,7 +236,7 @@ class ControlServer:
                         line.put_back(rest)
                         return whole
                     if not chunk:
-                        # The end of what it sends ends the line as well.
+                        # The end of what it sends ends the line too.
                         return bytes(raw) or None
                     if len(raw) > MAX_REQUEST_BYTES:
                         raise MessageInvalid("", f"over {len(raw)} bytes long", f"{MAX_REQUEST_BYTES} bytes at most")
@@ -307,16 +307,16 @@ class ControlServer:
             async for event in self._host.subscribe():
                 await line.event(event_body(event))
 
-        told = asyncio.create_task(pass_on())
+        sender = asyncio.create_task(pass_on())
         listener = asyncio.create_task(line.listen(lambda: None))
         try:
-            await asyncio.wait({told, listener}, return_when=asyncio.FIRST_COMPLETED)
-            if told.done():
-                told.result()
+            await asyncio.wait({sender, listener}, return_when=asyncio.FIRST_COMPLETED)
+            if sender.done():
+                sender.result()
         finally:
-            for task in (told, listener):
+            for task in (sender, listener):
                 task.cancel()
-            await asyncio.wait({told, listener})
+            await asyncio.wait({sender, listener})
         await line.result({})
 
 

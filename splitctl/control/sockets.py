@@ -3,8 +3,8 @@
 Laws:
     1. The folder, and what it lies in, belong to this user (or to root) and nobody else may write there; else it is not
        used.
-    2. A host holds the lock of its name for as long as it lives, and the kernel lets go of it whatever happens to the
-       host. A socket whose lock can be had is stale.
+    2. A host holds the lock of its name for as long as it lives, and the kernel releases it whatever happens to the
+       host. A socket whose lock is free is stale.
     3. Socket and lock are removed by whoever holds the lock, and by nobody else.
 """
 
@@ -18,8 +18,7 @@ import stat
 import struct
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -135,13 +134,13 @@ def checked_name(name: str) -> str:
 
 
 def runtime_folder() -> Path:
-    """Say where this user's sockets belong; nothing is made.
+    """Give the folder of this user's sockets; nothing is made.
 
     Raises:
         RuntimeFolderUnsafe: there is no place for them.
     """
     with warnings.catch_warnings():
-        # Without XDG_RUNTIME_DIR it warns, and names a folder in /tmp; `prepared` looks whose that is.
+        # Without XDG_RUNTIME_DIR it warns, and names a folder in /tmp; `prepared` checks whose that is.
         warnings.simplefilter("ignore")
         try:
             return Path(platformdirs.user_runtime_dir("splitctl"))
@@ -190,7 +189,7 @@ class Claim:
     """A session's name, held for a host.
 
     Lifetime:
-        Until `release`; also a context manager. The kernel lets go of it with the process.
+        Until `release`; also a context manager. The kernel releases it with the process.
     """
 
     def __init__(self, address: Address, lock: int) -> None:
@@ -327,21 +326,11 @@ def peer_uid(connection: socket.socket) -> int:
 
 def _cleaned(address: Address) -> bool:
     """Remove what a dead host left; whether one did."""
-    with _maybe_locked(address) as lock:
-        if lock is None:
-            return False
-        _remove(address)
-        return True
-
-
-@contextmanager
-def _maybe_locked(address: Address) -> Iterator[int | None]:
     lock = _locked(address)
-    try:
-        yield lock
-    finally:
-        if lock is not None:
-            os.close(lock)
+    if lock is None:
+        return False
+    with Claim(address, lock):
+        return True
 
 
 def _locked(address: Address) -> int | None:

@@ -1,4 +1,4 @@
-"""What the supervisor orders a serving worker to do, and what the worker reports: the words of a hosted session.
+"""What the supervisor orders a serving worker to do, and what the worker reports.
 
 Laws:
     1. The supervisor owns the session: it keeps what was reported, so a worker may be gone after any report.
@@ -40,7 +40,7 @@ class AdapterFile:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSnapshot:
-    """What one sequence holds, as far as the supervisor was told.
+    """What one sequence holds, as far as the supervisor knows.
 
     Attributes:
         seq_id: its id in the context.

@@ -96,7 +96,7 @@ class Prober:
         try:
             end = run_job(request, env=self.env, deadline_s=self.deadline_s, is_cancelled=self.is_cancelled)
         except Cancelled:
-            return ProbeVerdict(Verdict.INCONCLUSIVE, "the try was cancelled")
+            return ProbeVerdict(Verdict.INCONCLUSIVE, "the trial was cancelled")
         match end.error:
             case WorkerLost() as lost:
                 return verdict_of_death(lost.how, end.stage, lost.log_tail)

@@ -39,12 +39,12 @@ class LibraryMissing(SplitctlError):
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """What a dry run came to.
+    """What a dry run found.
 
     Attributes:
         reservations: what the library would take, one a size; empty where it cannot say.
         why: why there are none, or fewer than sizes; empty when there are all.
-        library: path, version, max_devices, can_reserve, has_nccl and devices, as the child told them.
+        library: path, version, max_devices, can_reserve, has_nccl and devices, as the child reports them.
     """
 
     reservations: tuple[Reservation, ...]

@@ -1,9 +1,9 @@
-"""Runs the cells of `verify`, each in a child that may die of it, and remembers what came of them.
+"""Runs the cells of `verify`, each in a child that may die of it, and remembers the findings.
 
 Laws:
-    1. A cell's end is a finding, whichever it is; only the reference's failure ends the whole.
-    2. What is found is remembered under the very key that a session's check looks up, so the rules know it.
-    3. A cancel ends the child at once, and what was found before it stays found.
+    1. However a cell ends, that is a finding; only the reference's failure ends the whole.
+    2. A finding is remembered under the same key that a session's check looks up, so the rules know it.
+    3. A cancel ends the child at once, and keeps what was found before it.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class VerifyReport:
     """What was found.
 
     Attributes:
-        library: the library's path, version and devices, as the first child told them; empty while none has.
-        cells: what came of each cell that was tried, plain values.
+        library: the library's path, version and devices, as the first child reports them; empty before.
+        cells: what was found in each cell that was tried, plain values.
         failure: why nothing could be tried; None otherwise.
         is_cancelled: whether it was stopped before the end.
         remembered: how many verdicts the cache took.
@@ -92,9 +92,9 @@ class Verifier:
     Attributes:
         env: the environment of the children.
         cache: the file of verdicts that the rules read; None: nothing is remembered.
-        on_progress: told what is being done.
-        on_cell: told what came of a cell.
-        on_output: told every line that a child or the library prints.
+        on_progress: called with what is being done.
+        on_cell: called with what was found in a cell.
+        on_output: called with every line that a child or the library prints.
         is_cancelled: asked all the while.
     """
 
@@ -136,7 +136,7 @@ class Verifier:
         return report
 
     def _try(self, what: Verification, cell: Cell, number: int, files: _Files, report: VerifyReport) -> Found:
-        """Run one cell in a child and tell its end."""
+        """Run one cell in a child, and say how it ended."""
         found: Found = {**_described(cell), "verdict": Verdict.INCONCLUSIVE.value, "why": "", "end": None}
         stage = f"{number + 1} of {len(what.cells)}"
         self.on_progress(Progress(stage, number / len(what.cells), cell.label()))
@@ -190,12 +190,12 @@ class Verifier:
             kept = [self.cache.put(key, verdict) for key in keys]
             report.remembered += any(kept)
         except OSError:
-            # A full or read-only cache folder: what was found is told all the same, and the count says so.
+            # A full or read-only cache folder: what was found is reported all the same, and the count says so.
             return
 
 
 def _demand_room(what: Verification, folder: Path) -> None:
-    """Refuse where the logits of two references do not fit: better than a child that fails of it."""
+    """Refuse where the logits of two references do not fit on the disk: a child would fail of it later."""
     wanted = 2 * min(what.n_tokens * max(what.facts.n_vocab, 1) * _FLOAT_BYTES, MAX_KEPT_BYTES)
     free = shutil.disk_usage(folder).free
     if free < wanted:
@@ -255,7 +255,7 @@ def _described(cell: Cell) -> Found:
 
 
 def _death(error: WorkerLost, stage: str) -> Found:
-    """Tell how a child died, and what of."""
+    """Say how a child died, and what of."""
     judged = verdict_of_death(error.how, stage, error.log_tail)
     signal = _SIGNAL.search(error.how)
     end: Found = {"by": "signal" if signal else "status", "stage": stage, "said": telling_line(error.log_tail)}
@@ -267,6 +267,6 @@ def _death(error: WorkerLost, stage: str) -> Found:
 
 
 def _hang(error: DeadlineExceeded, stage: str, tail: Sequence[str]) -> Found:
-    """Tell where a child hung."""
+    """Say where a child hung."""
     end = {"by": "deadline", "stage": stage, "deadline_s": error.timeout_s, "said": telling_line(tail)}
     return {"verdict": Verdict.DIES.value, "why": f"it hangs while {stage}: {error}", "end": end}

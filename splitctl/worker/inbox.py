@@ -84,12 +84,12 @@ class Inbox:
     """
 
     def __init__(self, gate: CancelGate) -> None:
-        """Hold none yet; ``gate`` is told of orders that can be cancelled."""
+        """Hold none yet; ``gate`` expects orders that can be cancelled."""
         self._gate = gate
         self._orders: queue.SimpleQueue[Order | CheckDone | MessageInvalid] = queue.SimpleQueue()
 
     def put_line(self, line: bytes) -> None:
-        """Take a line; one that is no order is told to whoever takes it."""
+        """Put in a line; one that is no order is raised where it is taken."""
         try:
             order: Order = wire.from_line(line, orders.ORDERS, max_bytes=jobs.MAX_LINE_BYTES)
         except MessageInvalid as error:
@@ -100,7 +100,7 @@ class Inbox:
         self._orders.put(order)
 
     def put(self, done: CheckDone) -> None:
-        """Hand in a check that is over."""
+        """Put in a check that is over."""
         self._orders.put(done)
 
     def take(self, *, waiting: bool) -> Order | CheckDone | None:

@@ -66,7 +66,7 @@ def examine(request: DoctorRequest, env: Mapping[str, str], emit: Callable[[JobE
     Args:
         request: names the library, or leaves it to be found.
         env: the environment in which to look.
-        emit: told what is known before the library is opened, in case opening it ends the process.
+        emit: takes what is known before the library is opened, in case that ends the process.
 
     Returns:
         Keys splitctl, python, system, candidates, environment, warnings, library, devices.
@@ -107,12 +107,12 @@ def examine(request: DoctorRequest, env: Mapping[str, str], emit: Callable[[JobE
 def reserve_buffers(
     request: ReserveRequest, env: Mapping[str, str], emit: Callable[[JobEvent], None]
 ) -> dict[str, Any]:
-    """Tell the library and its devices, and what contexts would take.
+    """Report the library and its devices, and what contexts would take.
 
     Args:
         request: the placement and the sizes.
         env: the environment in which to look.
-        emit: told what is known before the library plans, in case that ends the process.
+        emit: takes what is known before the library plans, in case that ends the process.
 
     Returns:
         Keys library and reservations.
@@ -184,7 +184,7 @@ def _warning(code: str, text: str) -> dict[str, str]:
 
 
 def _warnings(library: Library, devices: tuple[Device, ...]) -> Iterator[dict[str, str]]:
-    """Say what may go wrong with this library on this machine."""
+    """Say what may go wrong with this library here."""
     if not library.profile.seen_in:
         text = "its struct layouts lie between those of two known builds: report it if anything goes wrong"
         yield _warning("layout-between", text)
@@ -217,5 +217,5 @@ def _holds(file: Path, needle: bytes) -> bool:
         with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as view:
             return view.find(needle) >= 0
     except (OSError, ValueError):
-        # Replaced or removed since it was mapped: it cannot be searched any more.
+        # It was replaced or removed after it was mapped.
         return False

@@ -86,13 +86,7 @@ class Emitter:
 
 
 def _listen(requests: queue.SimpleQueue[bytes], gate: CancelGate, inbox: Inbox) -> None:
-    """Read stdin: the request first, then orders and control lines; end the process with the parent.
-
-    Args:
-        requests: takes the first line.
-        gate: told of a cancel.
-        inbox: takes every other line.
-    """
+    """Read stdin: the request first, then orders and control lines; end the process with the parent."""
     pending = bytearray()
     is_first = True
     while chunk := os.read(_STDIN, _CHUNK_BYTES):
@@ -114,11 +108,7 @@ def _listen(requests: queue.SimpleQueue[bytes], gate: CancelGate, inbox: Inbox) 
 
 
 def _forward_log(library: Library) -> None:
-    """Print the library's log, so that the parent has it when the process aborts; debug lines are left out.
-
-    Args:
-        library: the open library.
-    """
+    """Print the library's log, so that the parent has it when the process aborts; debug lines are left out."""
     is_line_shown = False
 
     def show(level: int, text: str) -> None:
@@ -135,18 +125,7 @@ def _forward_log(library: Library) -> None:
 def _answer(
     request: JobRequest, env: Mapping[str, str], emit: Emitter, cancel: CancelGate, inbox: Inbox
 ) -> WorkerEvent:
-    """Do a request.
-
-    Args:
-        request: what to do.
-        env: the environment as the parent gave it.
-        emit: takes events on the way.
-        cancel: asks to stop.
-        inbox: gives the orders of a hosted session.
-
-    Returns:
-        The last event.
-    """
+    """Do a request; give the last event."""
     model = request.model if isinstance(request, RunRequest | ProbeRequest | HostRequest) else None
     if cancel.is_set():
         return failure_of(Cancelled("the start"))
@@ -170,7 +149,7 @@ def _answer(
                 library = inspection.open_library(request, env)
                 _forward_log(library)
                 return serving.serve(request, library, env, emit, inbox, cancel)
-    except Exception as error:  # noqa: BLE001 - the last stand: whatever it is, the parent is told
+    except Exception as error:  # noqa: BLE001 - whatever it is, the parent gets to know it
         failure = failure_of(error, model=model)
         if failure.fault is Fault.INTERNAL:
             traceback.print_exc()

@@ -167,7 +167,7 @@ def served(limits: ControlLimits | None = None, name: str = "fake") -> Iterator[
                 return {"saved": None}
 
             with claim(prepared(Path(folder) / "run" / "splitctl"), name) as held:
-                server = ControlServer(host, stop=stop, tell=host.lines.append, limits=limits or ControlLimits())
+                server = ControlServer(host, stop=stop, log=host.lines.append, limits=limits or ControlLimits())
                 await server.start(held.listen())
 
                 def call(function: Callable[[], Any]) -> Any:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from splitctl.carry.sequence import SamplerSpec
-from splitctl.control.client import Client, ControlAnswer, Told, ask, wait
+from splitctl.control.client import Client, ControlAnswer, ControlEvent, ask, wait
 from splitctl.control.requests import EventsRequest, GenerateRequest, StatusRequest, SwitchRequest
 from tests.ctl.houses import GUARD_S, Host, House, house, served, stub_arguments
 from tests.stublib import needs_compiler
@@ -43,7 +43,7 @@ def _lines(done: subprocess.CompletedProcess[bytes]) -> list[str]:
     return done.stderr.decode().splitlines()
 
 
-def _messages(client: Client) -> Iterator[Told | ControlAnswer]:
+def _messages(client: Client) -> Iterator[ControlEvent | ControlAnswer]:
     while True:
         assert wait([client], GUARD_S)
         for message in client.read():

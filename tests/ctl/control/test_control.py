@@ -14,7 +14,7 @@ import pytest
 
 from splitctl.carry.sequence import SamplerSpec
 from splitctl.control import requests
-from splitctl.control.client import Client, ControlAnswer, HostGone, RequestFailed, Told, ask
+from splitctl.control.client import Client, ControlAnswer, ControlEvent, HostGone, RequestFailed, ask
 from splitctl.control.requests import GenerateRequest, StatusRequest, SwitchRequest
 from splitctl.control.server import ControlLimits
 from splitctl.control.sockets import Address, NoSuchSession
@@ -63,7 +63,7 @@ def _asked(here: Served, line: bytes) -> dict[str, Any]:
         return said
 
 
-def _next(client: Client) -> Told | ControlAnswer:
+def _next(client: Client) -> ControlEvent | ControlAnswer:
     while True:
         for message in client.read():
             return message
@@ -190,7 +190,7 @@ def test_a_stream_arrives_whole() -> None:
 def test_a_cancel_ends_a_generation_and_it_still_answers() -> None:
     """The control line on the same connection ends an endless stream with its own reason."""
     with served() as here, Client(here.address, GenerateRequest(prompt="a")) as client:
-        assert isinstance(_next(client), Told)
+        assert isinstance(_next(client), ControlEvent)
         client.cancel()
         while True:
             for message in client.read():
@@ -288,7 +288,7 @@ def test_events_are_told_until_the_client_leaves() -> None:
         with Client(here.address, requests.EventsRequest()) as client:
             assert here.host.subscribed.wait(60)
             here.call(lambda: here.host.events.put_nowait({"kind": "outcome", "a": 1}))
-            assert _next(client) == Told({"kind": "outcome", "a": 1})
+            assert _next(client) == ControlEvent({"kind": "outcome", "a": 1})
         assert here.host.unsubscribed.wait(60)
         here.host.unsubscribed.clear()
         here.host.subscribed.clear()
@@ -403,7 +403,7 @@ def test_what_came_before_an_error_is_not_lost(tmp_path: Path) -> None:
     client._socket = first
     with first, second:
         second.sendall(b'{"event":{"kind":"a"}}\n{"error":{"fault":"new","kind":"K","message":"m","body":{"b":1}}}\n')
-        assert client.read() == [Told({"kind": "a"})]
+        assert client.read() == [ControlEvent({"kind": "a"})]
         with pytest.raises(RequestFailed, match="m") as caught:
             client.read()
         assert (caught.value.fault, caught.value.body) == (Fault.INTERNAL, {"b": 1})

@@ -113,7 +113,7 @@ def test_a_cancel_does_not_wait_for_a_try_that_hangs(tiny: Path) -> None:
     answers = iter([False] * 20 + [True])
     prober = Prober(build(), _env(STUB_FAULTS="load:hang"), is_cancelled=lambda: next(answers))
     found = prober(tiny, _TENSOR, read_facts(tiny))
-    assert (found.verdict, found.why) == (Verdict.INCONCLUSIVE, "the try was cancelled")
+    assert (found.verdict, found.why) == (Verdict.INCONCLUSIVE, "the trial was cancelled")
     assert list(answers) == []
 
 
