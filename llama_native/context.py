@@ -6,11 +6,11 @@ alive, and keeps its abort callback. Thread: any; every call holds the library's
 
 from __future__ import annotations
 
-import warnings
 from array import array
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from llama_native.errors import CallFailed, HandleClosed
+from llama_native.errors import CallFailed
+from llama_native.handle import Handle
 from llama_native.params import ContextParams
 
 if TYPE_CHECKING:
@@ -22,11 +22,13 @@ _BYTES_PER_FLOAT = 4
 _NEW_MEMORY = "llama_memory_seq_rm"
 
 
-class Context:
+class Context(Handle):
     """An open context.
 
     Lifetime: until :meth:`close`, or the close of its model. After a restore that failed it may only be closed.
     """
+
+    KIND = "context"
 
     def __init__(self, model: Model, params: ContextParams, *, abort: Callable[[], bool] | None = None) -> None:
         """Make a context on a model.
@@ -40,10 +42,9 @@ class Context:
             CallFailed: the library returned NULL; its last log lines are in the error.
         """
         library = model.library
+        super().__init__(library)
         self.model = model
-        self.library = library
         self.params = params
-        self._pointer: Any = None
         with library.calling() as (ffi, lib):
             c_params = lib.llama_context_default_params()
             fill_context_params(c_params, params, library.profile.context_fields)
@@ -61,45 +62,11 @@ class Context:
             self.n_ctx_seq = int(lib.llama_n_ctx_seq(pointer)) if hasattr(lib, "llama_n_ctx_seq") else self.n_ctx
         model.depend(self)
 
-    @property
-    def pointer(self) -> Any:
-        """The C pointer, for modules of this package only.
-
-        Raises:
-            HandleClosed: after close.
-        """
-        if self._pointer is None:
-            raise HandleClosed("context")
-        return self._pointer
-
-    @property
-    def closed(self) -> bool:
-        """Whether the context has been freed."""
-        return self._pointer is None
-
-    def close(self) -> None:
-        """Free the context; a second call does nothing."""
-        if self._pointer is None:
-            return
-        pointer, self._pointer = self._pointer, None
-        # In a forked child the devices and threads behind the pointer are gone: freeing would hang or abort.
-        if self.library.forked:
-            return
-        with self.library.calling() as (_, lib):
-            lib.llama_free(pointer)
-
-    def __enter__(self) -> Self:
-        """Return itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close."""
-        self.close()
+    def _free(self, lib: Any, pointer: Any) -> None:
+        lib.llama_free(pointer)
 
     def __del__(self) -> None:
-        """Warn when the context was not closed: its memory is not given back by the collector."""
-        if getattr(self, "_pointer", None) is not None and not self.library.forked:
-            warnings.warn("a context was not closed; its memory stays taken", ResourceWarning, stacklevel=2)
+        self._warn_unclosed("a context")
 
     def decode(
         self, tokens: Sequence[int], positions: Sequence[int], seq_ids: Sequence[int], outputs: Sequence[bool]

@@ -8,12 +8,12 @@ it, and are closed before it. Thread: any; every call holds the library's lock.
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from llama_native.devices import resolve, text
-from llama_native.errors import CallFailed, HandleClosed, LoadCancelled
+from llama_native.errors import CallFailed, LoadCancelled
+from llama_native.handle import Handle
 from llama_native.params import LoadMode, ModelParams
 
 if TYPE_CHECKING:
@@ -78,15 +78,17 @@ def _flag(lib: Any, name: str, pointer: Any) -> bool:
     return bool(getattr(lib, name)(pointer)) if hasattr(lib, name) else False
 
 
-class Model:
+class Model(Handle):
     """A loaded model.
 
     Lifetime: until :meth:`close`; contexts and adapters made on it are closed with it.
     """
 
+    KIND = "model"
+
     def __init__(self, library: Library, pointer: Any, params: ModelParams, keep: list[Any], path: str) -> None:
         """Use :meth:`load`."""
-        self.library = library
+        super().__init__(library)
         self.params = params
         self.path = path
         self._pointer = pointer
@@ -172,51 +174,22 @@ class Model:
             raise CallFailed("llama_model_load_from_file", None, library.log.said())
         return cls(library, pointer, params, keep, os.fspath(path))
 
-    @property
-    def pointer(self) -> Any:
-        """The C pointer, for modules of this package only.
-
-        Raises:
-            HandleClosed: after close.
-        """
-        if self._pointer is None:
-            raise HandleClosed("model")
-        return self._pointer
-
-    @property
-    def closed(self) -> bool:
-        """Whether the model has been freed."""
-        return self._pointer is None
-
     def depend(self, handle: Any) -> None:
         """Register a context or an adapter that stands on this model."""
         self._dependents.add(handle)
 
     def close(self) -> None:
         """Free the model, after every context and adapter on it; a second call does nothing."""
-        if self._pointer is None:
-            return
         for handle in sorted(self._dependents, key=lambda h: isinstance(h, Adapter)):
             handle.close()
-        pointer, self._pointer = self._pointer, None
-        if self.library.forked:
-            return
-        with self.library.calling() as (_, lib):
-            lib.llama_model_free(pointer)
+        super().close()
         self._keep.clear()
 
-    def __enter__(self) -> Self:
-        """Return itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close."""
-        self.close()
+    def _free(self, lib: Any, pointer: Any) -> None:
+        lib.llama_model_free(pointer)
 
     def __del__(self) -> None:
-        """Warn when the model was not closed: its memory is not given back by the collector."""
-        if getattr(self, "_pointer", None) is not None and not self.library.forked:
-            warnings.warn(f"model {self.path} was not closed; its memory stays taken", ResourceWarning, stacklevel=2)
+        self._warn_unclosed(f"model {self.path}")
 
     def tokenize(self, content: str | bytes, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Turn text into tokens.
@@ -270,8 +243,10 @@ class Model:
             return text(ffi, pointer) if pointer else None
 
 
-class Adapter:
+class Adapter(Handle):
     """A LoRA adapter on a model. Ownership: freed by ``llama_adapter_lora_free`` before its model."""
+
+    KIND = "adapter"
 
     def __init__(self, model: Model, path: str | os.PathLike[str]) -> None:
         """Load the adapter file.
@@ -282,9 +257,8 @@ class Adapter:
         """
         library = model.library
         library.need("adapters")
-        self.model = model
+        super().__init__(library)
         self.path = os.fspath(path)
-        self._pointer: Any = None
         with library.calling() as (_, lib):
             pointer = lib.llama_adapter_lora_init(model.pointer, os.fsencode(path))
         if not pointer:
@@ -292,18 +266,5 @@ class Adapter:
         self._pointer = pointer
         model.depend(self)
 
-    @property
-    def pointer(self) -> Any:
-        """The C pointer, for modules of this package only."""
-        if self._pointer is None:
-            raise HandleClosed("adapter")
-        return self._pointer
-
-    def close(self) -> None:
-        """Free the adapter; a second call does nothing."""
-        if self._pointer is None:
-            return
-        pointer, self._pointer = self._pointer, None
-        if not self.model.library.forked and not self.model.closed:
-            with self.model.library.calling() as (_, lib):
-                lib.llama_adapter_lora_free(pointer)
+    def _free(self, lib: Any, pointer: Any) -> None:
+        lib.llama_adapter_lora_free(pointer)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from llama_native.errors import CallFailed, HandleClosed
+from llama_native.errors import CallFailed
+from llama_native.handle import Handle
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -34,8 +35,10 @@ class ChainParams:
     n_vocab: int = 0
 
 
-class SamplerChain:
+class SamplerChain(Handle):
     """A sampler chain and the number of random draws that it has made."""
+
+    KIND = "sampler"
 
     def __init__(self, library: Library, params: ChainParams) -> None:
         """Build the chain.
@@ -44,7 +47,7 @@ class SamplerChain:
             CallFailed: the library returned NULL for one of its samplers.
             CapabilityMissing: a penalty is asked of a build without penalties.
         """
-        self.library = library
+        super().__init__(library)
         self.params = params
         self.n_draws = 0
         self._draw: Any = None
@@ -87,13 +90,6 @@ class SamplerChain:
         if not sampler:
             raise CallFailed("llama_sampler_init", None, self.library.log.said(2))
         lib.llama_sampler_chain_add(self._pointer, sampler)
-
-    @property
-    def pointer(self) -> Any:
-        """The C pointer, for modules of this package only."""
-        if self._pointer is None:
-            raise HandleClosed("sampler")
-        return self._pointer
 
     def apply(self, candidates: Buffer, n: int) -> int:
         """Choose one of ``n`` candidates.
@@ -146,12 +142,5 @@ class SamplerChain:
                     lib.llama_sampler_apply(self._draw, array)
         self.n_draws += n_draws
 
-    def close(self) -> None:
-        """Free the chain; a second call does nothing."""
-        if self._pointer is None:
-            return
-        pointer, self._pointer = self._pointer, None
-        self._draw = None
-        if not self.library.forked:
-            with self.library.calling() as (_, lib):
-                lib.llama_sampler_free(pointer)
+    def _free(self, lib: Any, pointer: Any) -> None:
+        lib.llama_sampler_free(pointer)
