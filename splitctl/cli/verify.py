@@ -108,9 +108,9 @@ _CACHE_TYPES = Parsed("TYPE,...", _cache_types)
 )
 @click.option(
     "--deadline", type=click.FloatRange(min=0.1), default=DEADLINE_S, show_default=True, metavar="SECONDS",
-    help="A child that is silent for longer hangs.",
+    help="A child that is silent for longer counts as hung.",
 )  # fmt: skip
-@click.option("--no-remember", is_flag=True, help="Do not tell the rules what was found.")
+@click.option("--no-remember", is_flag=True, help="Do not keep what was found for the checks of later switches.")
 @partial(placement_options, left_out=_LISTED)
 @library_option
 @rpc_option

@@ -12,28 +12,11 @@ from collections.abc import Mapping
 RECURRENT = frozenset({"mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"})
 
 #: A recurrent memory in some layers, an attention cache in the others (or both in each).
-HYBRID = frozenset(
-    {
-        "jamba",
-        "falcon-h1",
-        "plamo2",
-        "granitehybrid",
-        "lfm2",
-        "lfm2moe",
-        "nemotron_h",
-        "nemotron_h_moe",
-        "qwen3next",
-        "kimi-linear",
-        "bailingmoe3",
-        "kimi-k3",
-        "glm5-next",
-        "qwen35",
-        "qwen35moe",
-        "qwen4exp",
-        "deepseek4",
-        "minimax-01",
-    }
-)
+HYBRID = frozenset({
+    "jamba", "falcon-h1", "plamo2", "granitehybrid", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe", "qwen3next",
+    "kimi-linear", "bailingmoe3", "kimi-k3", "glm5-next", "qwen35", "qwen35moe", "qwen4exp", "deepseek4",
+    "minimax-01",
+})  # fmt: skip
 
 #: Hybrids whose attention layers come every `full_attention_interval` layers.
 INTERVAL_HYBRID = frozenset({"qwen3next", "qwen35", "qwen35moe", "qwen4exp"})
@@ -42,21 +25,10 @@ INTERVAL_HYBRID = frozenset({"qwen3next", "qwen35", "qwen35moe", "qwen4exp"})
 DIFFUSION = frozenset({"dream", "llada", "llada-moe", "rnd1"})
 
 #: Encoders that keep no memory and generate nothing.
-ENCODER_ONLY = frozenset(
-    {
-        "bert",
-        "jina-bert-v2",
-        "jina-bert-v3",
-        "nomic-bert",
-        "nomic-bert-moe",
-        "neo-bert",
-        "eurobert",
-        "modern-bert",
-        "gemma-embedding",
-        "wavtokenizer-dec",
-        "t5encoder",
-    }
-)
+ENCODER_ONLY = frozenset({
+    "bert", "jina-bert-v2", "jina-bert-v3", "nomic-bert", "nomic-bert-moe", "neo-bert", "eurobert", "modern-bert",
+    "gemma-embedding", "wavtokenizer-dec", "t5encoder",
+})  # fmt: skip
 
 #: Decoders that give embeddings and no logits; they keep a cache.
 EMBEDDING = frozenset({"llama-embed"})
@@ -74,20 +46,10 @@ ALIBI_FROM_KEY = frozenset({"mpt", "jais"})
 BAICHUAN_ALIBI_LAYERS = 40
 
 #: Recurrent memories whose convolution row has the groups of `ssm.group_count`; the others do not read that key.
-GROUPED_STATE = frozenset(
-    {
-        "falcon-h1",
-        "granitehybrid",
-        "mamba2",
-        "nemotron_h",
-        "nemotron_h_moe",
-        "plamo2",
-        "qwen35",
-        "qwen35moe",
-        "qwen3next",
-        "qwen4exp",
-    }
-)
+GROUPED_STATE = frozenset({
+    "falcon-h1", "granitehybrid", "mamba2", "nemotron_h", "nemotron_h_moe", "plamo2", "qwen35", "qwen35moe",
+    "qwen3next", "qwen4exp",
+})  # fmt: skip
 
 #: Its metadata may name the widths of latent attention, and it keeps whole rows all the same.
 WHOLE_ROWS = frozenset({"plm"})

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from splitctl.errors import BadModelFile, ModelFileFault
 from splitctl.model import architectures
-from splitctl.model.cache_types import row_bytes
 from splitctl.model.header import GgufHeader, TensorInfo, Value, read_header
+from splitctl.model.tensor_types import row_bytes
 
 #: More layers than any build allows.  Source: LLAMA_MAX_LAYERS in llama-hparams.h is 512.
 MAX_LAYERS = 1024
@@ -144,6 +144,11 @@ class ModelFacts:
     def has_memory(self) -> bool:
         """Whether it keeps anything between two decodes."""
         return not (self.is_encoder_only or self.is_diffusion)
+
+    def number(self, key: str) -> int:
+        """Look up a number of the architecture's own metadata; 0 where there is none."""
+        value = dict(self.metadata).get(key, 0)
+        return int(value) if isinstance(value, int | float) else 0
 
     @property
     def equal_cache_types(self) -> bool:

@@ -27,42 +27,21 @@ _Q_GATED = frozenset({"qwen3next", "qwen35", "qwen35moe", "qwen4exp"})
 _ATTENTION, _STATE = ("attn_output.weight", "ssm_out.weight"), ("ssm_out.weight",)
 _FFN = ("ffn_down.weight", "ffn_down_exps.weight")
 
-#: Tail of a tensor's name -> (dimension that is cut, tensors that say in which blocks).
+#: Dimension that is cut, tensors that say in which blocks, and the tails of the names of those that are cut so.
+_GROUPS: tuple[tuple[int, tuple[str, ...], tuple[str, ...]], ...] = (
+    (1, _ATTENTION, ("attn_q.weight", "attn_k.weight", "attn_v.weight", "attn_qkv.weight", "attn_gate.weight")),
+    (0, _ATTENTION, ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_qkv.bias")),
+    (0, _ATTENTION[:1], ("cache_k", "cache_v", "attn_sinks.weight")),
+    (0, (), ("attn_output.weight", "ssm_out.weight")),
+    (0, _STATE, ("ssm_dt.bias", "ssm_a", "cache_r", "cache_s")),
+    (1, _STATE, ("ssm_alpha.weight", "ssm_beta.weight", "ssm_ba.weight", "ssm_conv1d.weight")),
+    (1, _FFN, ("ffn_up.weight", "ffn_gate.weight", "ffn_up_exps.weight", "ffn_gate_exps.weight")),
+    (1, _FFN, ("ffn_gate_up.weight", "ffn_gate_up_exps.weight")),
+    (0, _FFN, ("ffn_up.bias", "ffn_gate.bias", "ffn_up_exps.bias", "ffn_gate_exps.bias")),
+    (0, _FFN, _FFN),
+)
 _AXES: Mapping[str, tuple[int, tuple[str, ...]]] = {
-    "attn_q.weight": (1, _ATTENTION),
-    "attn_k.weight": (1, _ATTENTION),
-    "attn_v.weight": (1, _ATTENTION),
-    "attn_qkv.weight": (1, _ATTENTION),
-    "attn_q.bias": (0, _ATTENTION),
-    "attn_k.bias": (0, _ATTENTION),
-    "attn_v.bias": (0, _ATTENTION),
-    "attn_qkv.bias": (0, _ATTENTION),
-    "cache_k": (0, _ATTENTION[:1]),
-    "cache_v": (0, _ATTENTION[:1]),
-    "attn_sinks.weight": (0, _ATTENTION[:1]),
-    "attn_output.weight": (0, ()),
-    "attn_gate.weight": (1, _ATTENTION),
-    "ssm_dt.bias": (0, _STATE),
-    "ssm_a": (0, _STATE),
-    "ssm_alpha.weight": (1, _STATE),
-    "ssm_beta.weight": (1, _STATE),
-    "ssm_ba.weight": (1, _STATE),
-    "cache_r": (0, _STATE),
-    "cache_s": (0, _STATE),
-    "ssm_conv1d.weight": (1, _STATE),
-    "ssm_out.weight": (0, ()),
-    "ffn_up.weight": (1, _FFN),
-    "ffn_gate.weight": (1, _FFN),
-    "ffn_up_exps.weight": (1, _FFN),
-    "ffn_gate_exps.weight": (1, _FFN),
-    "ffn_up.bias": (0, _FFN),
-    "ffn_gate.bias": (0, _FFN),
-    "ffn_up_exps.bias": (0, _FFN),
-    "ffn_gate_exps.bias": (0, _FFN),
-    "ffn_gate_up.weight": (1, _FFN),
-    "ffn_gate_up_exps.weight": (1, _FFN),
-    "ffn_down.weight": (0, _FFN),
-    "ffn_down_exps.weight": (0, _FFN),
+    tail: (axis, pairs) for axis, pairs, tails in _GROUPS for tail in tails
 }
 #: deepseek4 cuts its heads another way, and keeps its caches whole on every device.
 _AXES_DSV4: Mapping[str, tuple[int, tuple[str, ...]]] = {
@@ -115,13 +94,12 @@ class Cutter:
         self._values = dict(facts.metadata)
         self._rotations = _rotations(self._layers, n_devices)
 
-    def cut(self, name: str, dims: Sequence[int], type_id: int = 0) -> Cut:
+    def cut(self, name: str, dims: Sequence[int]) -> Cut:
         """Cut one tensor, or one of the cache.
 
         Args:
             name: as in the file; the cache's are cache_k_l0 and the like.
             dims: its sizes, fastest first.
-            type_id: the type's number in a GGUF file; the cache's does not matter.
 
         Returns:
             The cut.
@@ -131,7 +109,7 @@ class Cutter:
             return Cut(None)
         index, tail = _split_name(name)
         if index is None:
-            return self._cut_output(name, dims, type_id)
+            return self._cut_output(name, dims)
         found = self._axis(tail, dims)
         if found is None or index >= len(self._layers):
             return Cut(None)
@@ -150,9 +128,8 @@ class Cutter:
                 sizes[device] += size * n_times
         return Cut(axis, tuple(sizes))
 
-    def _cut_output(self, name: str, dims: Sequence[int], type_id: int) -> Cut:
+    def _cut_output(self, name: str, dims: Sequence[int]) -> Cut:
         """Cut the output matrix; all else outside of the layers is whole on every device."""
-        del type_id
         if self._facts.architecture == "deepseek4" or name not in {"output.weight", "output.bias"}:
             return Cut(None)
         axis = 1 if name == "output.weight" else 0
@@ -363,7 +340,7 @@ def effective_split(facts: ModelFacts, n_devices: int, shares: Sequence[float] |
     cutter = Cutter(facts, n_devices, shares)
     weights, cache = [0.0] * n_devices, [0.0] * n_devices
     for tensor in facts.tensors:
-        cut = cutter.cut(tensor.name, tensor.dims, tensor.type_id)
+        cut = cutter.cut(tensor.name, tensor.dims)
         if cut.axis is not None:
             for device, size in enumerate(cut.sizes):
                 weights[device] += (tensor.n_bytes or 0) * size / tensor.dims[cut.axis]
@@ -372,10 +349,10 @@ def effective_split(facts: ModelFacts, n_devices: int, shares: Sequence[float] |
             cut = cutter.cut(f"cache_{letter}_l{layer.index}", (width,)) if layer.has_cache and width else Cut(None)
             for device, size in enumerate(cut.sizes):
                 cache[device] += size
-    return EffectiveSplit(_of_one(weights), _of_one(cache))
+    return EffectiveSplit(shares_of_one(weights), shares_of_one(cache))
 
 
-def _of_one(sizes: Sequence[float]) -> tuple[float, ...]:
+def shares_of_one(sizes: Sequence[float]) -> tuple[float, ...]:
     """Give sizes as shares of one; empty when there is nothing."""
     total = sum(sizes)
     return tuple(size / total for size in sizes) if total else ()

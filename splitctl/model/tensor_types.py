@@ -1,9 +1,11 @@
-"""Types in a GGUF file, by their numbers."""
+"""Types in a GGUF file, by their numbers, and of cache rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
+
+from splitctl.placement import KV_TYPES
 
 
 class ValueType(IntEnum):
@@ -75,3 +77,18 @@ TENSOR_TYPES: Mapping[int, tuple[str, int, int]] = {
     40: ("nvfp4", 64, 36),
     41: ("q1_0", 128, 18),
 }
+
+#: Cache type -> (values in a block, bytes of a block).
+CACHE_BLOCKS: Mapping[str, tuple[int, int]] = {
+    name: (n_values, n_bytes) for name, n_values, n_bytes in TENSOR_TYPES.values() if name in KV_TYPES
+}
+
+
+def row_bytes(n_values: int, cache_type: str) -> int:
+    """Size of a cache row, bytes, whole blocks.
+
+    Raises:
+        KeyError: no such cache type.
+    """
+    per_block, block_bytes = CACHE_BLOCKS[cache_type]
+    return -(-n_values // per_block) * block_bytes

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 _MIB = 1024 * 1024
 _MATRIX = 2
-_NO_PRODUCT = frozenset(
+#: Tensors of the input: they stay on the host, and activations are not multiplied with them.
+INPUT_TENSORS = frozenset(
     {"token_embd.weight", "position_embd.weight", "token_types.weight", "per_layer_token_embd.weight"}
 )
 _OUTPUT = "output.weight"
@@ -76,10 +77,10 @@ class Backend:
         """
         if not self.has_pool:
             return 0
-        n_used = dict(facts.metadata).get("expert_used_count", 0)
+        n_used = facts.number("expert_used_count")
         widest = 0
         for tensor in _factors(facts):
-            rows = n_used if len(tensor.dims) > _MATRIX and isinstance(n_used, int) and n_used else 1
+            rows = n_used if len(tensor.dims) > _MATRIX and n_used else 1
             wide, high = tensor.dims[0], 0 if tensor.name == _OUTPUT else tensor.dims[1]
             each = -(-wide // 512) * 512 * 36 // 32 if _is_quantized(tensor) else 2 * (wide + high)
             widest = max(widest, rows * each)
@@ -103,7 +104,7 @@ class Backend:
 
 def _factors(facts: ModelFacts) -> Iterator[TensorInfo]:
     """Give the matrices that activations are multiplied with."""
-    return (tensor for tensor in facts.tensors if len(tensor.dims) >= _MATRIX and tensor.name not in _NO_PRODUCT)
+    return (tensor for tensor in facts.tensors if len(tensor.dims) >= _MATRIX and tensor.name not in INPUT_TENSORS)
 
 
 def _is_quantized(tensor: TensorInfo) -> bool:

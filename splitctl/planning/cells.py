@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from splitctl.model.cache_types import row_bytes
 from splitctl.model.facts import ModelFacts
 from splitctl.model.layers import CSA_RATIO, HCA_RATIO, LayerFacts, layers_of
+from splitctl.model.tensor_types import row_bytes
 from splitctl.placement import FlashAttn, Placement
 
 #: Contexts and windows are padded to this many cells.
@@ -141,7 +141,7 @@ def _compressed(
     """Give what deepseek4 keeps of older tokens, always a stream per sequence."""
     ratio, streams = layer.compress_ratio, placement.n_seq_max
     cells = padded(max(1, -(-shape.n_ctx_seq // ratio)))
-    width, index = layer.n_embd_head_k, facts.n_embd_indexer or _index_width(facts)
+    width, index = layer.n_embd_head_k, facts.n_embd_indexer or facts.number("attention.indexer.key_length")
 
     def rows(tag: str, n_values: int) -> CacheTensor:
         n_bytes = row_bytes(n_values, placement.type_k)
@@ -163,12 +163,6 @@ def _compressed(
         yield from state("hca", width, ratio)
 
 
-def _index_width(facts: ModelFacts) -> int:
-    """Width of an indexer's row by the metadata."""
-    value = dict(facts.metadata).get("attention.indexer.key_length", 0)
-    return int(value) if isinstance(value, int | float) else 0
-
-
 def _recurrent(facts: ModelFacts, layer: LayerFacts, n_rows: int) -> Iterator[CacheTensor]:
     """Give a layer's recurrent rows, one a sequence."""
     recurrence = facts.recurrence
@@ -186,15 +180,8 @@ def _recurrent(facts: ModelFacts, layer: LayerFacts, n_rows: int) -> Iterator[Ca
 
 def _prefix_history(facts: ModelFacts, index: int) -> int:
     """Values of qwen4exp's second history in the one layer that has it; 0 elsewhere."""
-    values = dict(facts.metadata)
-    named = values.get("ple.layers", ())
-    layers = named if isinstance(named, tuple) else (named,)
-    if index not in layers:
+    named = dict(facts.metadata).get("ple.layers", ())
+    if index not in (named if isinstance(named, tuple) else (named,)):
         return 0
-
-    def number(key: str) -> int:
-        value = values.get(key, 0)
-        return int(value) if isinstance(value, int | float) else 0
-
-    rows = max(number("ple.conv_kernel") - 1, 0) * number("ple.ngram_size")
-    return rows * number("hyper_connection.count") * facts.n_embd
+    rows = max(facts.number("ple.conv_kernel") - 1, 0) * facts.number("ple.ngram_size")
+    return rows * facts.number("hyper_connection.count") * facts.n_embd

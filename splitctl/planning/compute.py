@@ -83,22 +83,17 @@ def _between(known: Sequence[Reservation], n_ctx: int, n_ubatch: int) -> dict[st
 
 def _over_context(known: Sequence[Reservation], n_ctx: int) -> dict[str, int] | None:
     """Interpolate over the context; None above the largest that was reserved."""
-    exact = next((one for one in known if _padded_ctx(one) == n_ctx), None)
+    exact = next((one for one in known if one.n_cells == n_ctx), None)
     if exact is not None:
         return dict(exact.compute)
-    above = min((one for one in known if _padded_ctx(one) > n_ctx), key=_padded_ctx, default=None)
-    below = max((one for one in known if _padded_ctx(one) < n_ctx), key=_padded_ctx, default=None)
+    above = min((one for one in known if one.n_cells > n_ctx), key=lambda one: one.n_cells, default=None)
+    below = max((one for one in known if one.n_cells < n_ctx), key=lambda one: one.n_cells, default=None)
     if above is None:
         return None
     if below is None:
         return dict(above.compute)
-    share = (n_ctx - _padded_ctx(below)) / (_padded_ctx(above) - _padded_ctx(below))
+    share = (n_ctx - below.n_cells) / (above.n_cells - below.n_cells)
     return _line(below.compute, above.compute, share)
-
-
-def _padded_ctx(one: Reservation) -> int:
-    """The context that a reservation was made for, as the library pads it."""
-    return -(-one.n_ctx // 256) * 256
 
 
 def _line(low: Mapping[str, int], high: Mapping[str, int], share: float) -> dict[str, int]:
@@ -126,10 +121,7 @@ def _formula(facts: ModelFacts, placement: Placement, n_devices: int) -> dict[st
     cells = shape.n_ctx if placement.kv_unified else shape.n_ctx_seq * placement.n_seq_max
     widest_head = max((layer.n_head * max(layer.n_embd_head_k, layer.n_embd_head_v) for layer in layers), default=0)
     widest_ff = max((layer.n_ff for layer in layers), default=0) * (2 if not facts.n_expert else 1)
-    expert = dict(facts.metadata).get("expert_feed_forward_length", 0)
-    used = dict(facts.metadata).get("expert_used_count", 0)
-    if isinstance(expert, int) and isinstance(used, int):
-        widest_ff = max(widest_ff, 3 * expert * used)
+    widest_ff = max(widest_ff, 3 * facts.number("expert_feed_forward_length") * facts.number("expert_used_count"))
     wide = max(widest_ff, 3 * widest_head, facts.n_embd) + _LIVE_ROWS * facts.n_embd
     logits = rows * facts.n_vocab * _F32_BYTES
     mask = rows * cells * (_F16_BYTES + _F32_BYTES)

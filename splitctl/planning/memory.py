@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from splitctl.model.facts import ModelFacts
 from splitctl.model.layers import layers_of
-from splitctl.model.slices import Cutter
+from splitctl.model.slices import Cutter, shares_of_one
 from splitctl.placement import FlashAttn, Placement, SplitMode
 from splitctl.planning import backends as costs
 from splitctl.planning import weights as weighing
@@ -225,7 +225,7 @@ def plan_mode(
         measured=compute.measured,
         asked=_asked(placement, used),
         effective=layout.effective,
-        effective_cache=_parts([layout.cache[number] for number in range(n_devices)]),
+        effective_cache=shares_of_one([layout.cache[number] for number in range(n_devices)]),
         cut=layout.cut,
         layer_bytes=layout.layer_bytes,
     )
@@ -309,7 +309,7 @@ def _by_layer(
             each[piece.place] += piece.n_bytes
     for tensor in tensors:
         each[tensor.layer] += tensor.n_bytes if placement.offload_kqv else 0
-    return _Layout(_weights(pieces, backends), cache, _parts(counts), layer_bytes=tuple(each))
+    return _Layout(_weights(pieces, backends), cache, shares_of_one(counts), layer_bytes=tuple(each))
 
 
 def _by_tensor(
@@ -338,7 +338,7 @@ def _by_tensor(
     for piece in pieces:
         if piece.place != HOST and cutter.cut(piece.tensor.name, piece.tensor.dims).axis is not None:
             sums[piece.place] += piece.n_bytes
-    effective = _parts(sums)
+    effective = shares_of_one(sums)
     return _Layout(weights, cache, effective, tuple(one + more for one, more in zip(sums, cut_cache, strict=True)))
 
 
@@ -358,9 +358,7 @@ def _weights(pieces: Sequence[Piece], backends: Mapping[int, Backend]) -> dict[i
 
 def _corrected(layout: _Layout, tensors: Sequence[CacheTensor], n_ctx: int, known: Sequence[Reservation]) -> _Layout:
     """Scale the cache to what the library said, where it said it for this context and it is more than rounding off."""
-    said = next(
-        (one.cache_bytes for one in known if one.cache_bytes is not None and -(-one.n_ctx // 256) * 256 == n_ctx), None
-    )
+    said = next((one.cache_bytes for one in known if one.cache_bytes is not None and one.n_cells == n_ctx), None)
     planned = sum(tensor.n_bytes for tensor in tensors)
     if said is None or planned == 0 or abs(said - planned) <= planned // 100 + (1 << 15):
         return layout
@@ -384,14 +382,8 @@ def _asked(placement: Placement, devices: Sequence[DeviceFacts]) -> tuple[float,
     if placement.mode is SplitMode.TENSOR:
         asked = placement.tensor_split
         given = [*(asked or ()), *([0.0] * len(devices))][: len(devices)]
-        return _parts(given if any(given) else [1.0] * len(devices))
-    return _parts(layer_shares(placement, devices))
-
-
-def _parts(sizes: Sequence[float]) -> tuple[float, ...]:
-    """Give sizes as shares of one; empty when there is nothing."""
-    total = sum(sizes)
-    return tuple(size / total for size in sizes) if total else ()
+        return shares_of_one(given if any(given) else [1.0] * len(devices))
+    return shares_of_one(layer_shares(placement, devices))
 
 
 def _assigned(compute: Compute, devices: Sequence[DeviceFacts]) -> dict[int, int]:

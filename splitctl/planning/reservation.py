@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,6 @@ class Reservation:
         n_ubatch: most tokens of a computed batch.
         compute: compute buffers, bytes by the buffer's name.
         cache_bytes: the whole cache, bytes; None where the build does not say.
-        output_bytes: the buffer of logits, bytes.
     """
 
     n_ctx: int
@@ -25,18 +25,15 @@ class Reservation:
     n_ubatch: int
     compute: Mapping[str, int]
     cache_bytes: int | None
-    output_bytes: int
+
+    @property
+    def n_cells(self) -> int:
+        """The context as the library pads it, tokens."""
+        return -(-self.n_ctx // 256) * 256
 
     def to_json(self) -> dict[str, Any]:
         """Give it as plain values."""
-        return {
-            "n_ctx": self.n_ctx,
-            "n_batch": self.n_batch,
-            "n_ubatch": self.n_ubatch,
-            "compute": dict(self.compute),
-            "cache_bytes": self.cache_bytes,
-            "output_bytes": self.output_bytes,
-        }
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Reservation:

@@ -15,10 +15,8 @@ from splitctl.model.facts import ModelFacts
 from splitctl.model.header import TensorInfo
 from splitctl.model.layers import layers_of
 from splitctl.model.slices import Cutter
-from splitctl.planning.backends import Backend
+from splitctl.planning.backends import INPUT_TENSORS, Backend
 
-#: Tensors of the input, which stay on the host.
-_INPUT = frozenset({"token_embd.weight", "position_embd.weight", "token_types.weight", "per_layer_token_embd.weight"})
 #: Tensors without a layer number that every device of a layer holds once.
 _OF_EVERY_LAYER = re.compile(r"^rope_(freqs|factors_long|factors_short)\.weight$")
 #: Tensors without a layer number that go with the first layer.
@@ -95,7 +93,7 @@ def pieces_by_tensor(facts: ModelFacts, cutter: Cutter, n_devices: int, n_gpu_la
             if place == HOST:
                 yield Piece(tensor, HOST, tensor.n_bytes or 0, part)
                 continue
-            cut = cutter.cut(tensor.name, tensor.dims, tensor.type_id)
+            cut = cutter.cut(tensor.name, tensor.dims)
             whole = tensor.dims[cut.axis] if cut.axis is not None and cut.axis < len(tensor.dims) else 0
             for device in range(n_devices):
                 share = (tensor.n_bytes or 0) * cut.sizes[device] // whole if whole else tensor.n_bytes or 0
@@ -132,7 +130,7 @@ def _places(facts: ModelFacts, tensor: TensorInfo, devices: Sequence[int]) -> tu
         return (devices[0],)
     if name == _TIED and is_tied(facts):
         return (HOST,) if output == HOST else (HOST, output)
-    return (HOST,) if name in _INPUT else (output,)
+    return (HOST,) if name in INPUT_TENSORS else (output,)
 
 
 def is_tied(facts: ModelFacts) -> bool:

@@ -67,13 +67,10 @@ def _reserve_one(library: Library, model: Model, placement: Placement) -> Reserv
         stop()
     log = "".join(heard).splitlines()
     compute: dict[str, int] = {}
-    output = 0
     for line in buffer_lines(log):
         if line.kind == "compute":
             # Devices that share a buffer are printed once each: it is one buffer.
             compute[line.buffer] = max(compute.get(line.buffer, 0), line.n_bytes)
-        elif line.kind == "output":
-            output += line.n_bytes
     sections = list(cache_sections(log))
     return Reservation(
         n_ctx=placement.n_ctx,
@@ -81,5 +78,4 @@ def _reserve_one(library: Library, model: Model, placement: Placement) -> Reserv
         n_ubatch=placement.n_ubatch,
         compute=compute,
         cache_bytes=sum(n_bytes for _, n_bytes in sections) if sections else None,
-        output_bytes=output,
     )

@@ -41,40 +41,12 @@ class ArchitectureFault:
 #: Architectures that cannot run in tensor mode, with what happens.
 TENSOR_ARCHITECTURES: tuple[ArchitectureFault, ...] = (
     ArchitectureFault(
-        frozenset(
-            {
-                "grok",
-                "mpt",
-                "plamo2",
-                "minicpm3",
-                "gemma3n",
-                "mamba",
-                "mamba2",
-                "jamba",
-                "falcon-h1",
-                "olmo2",
-                "olmoe",
-                "deepseek2",
-                "deepseek32",
-                "hy_v4",
-                "dots3note",
-                "glm-dsa",
-                "bitnet",
-                "t5",
-                "nemotron_h",
-                "nemotron_h_moe",
-                "granitehybrid",
-                "minimax-01",
-                "minimax-m2",
-                "minimax-m3",
-                "mistral4",
-                "kimi-linear",
-                "bailingmoe3",
-                "kimi-k3",
-                "glm5-next",
-                "qwen3tts",
-            }
-        ),
+        frozenset({
+            "grok", "mpt", "plamo2", "minicpm3", "gemma3n", "mamba", "mamba2", "jamba", "falcon-h1", "olmo2",
+            "olmoe", "deepseek2", "deepseek32", "hy_v4", "dots3note", "glm-dsa", "bitnet", "t5", "nemotron_h",
+            "nemotron_h_moe", "granitehybrid", "minimax-01", "minimax-m2", "minimax-m3", "mistral4", "kimi-linear",
+            "bailingmoe3", "kimi-k3", "glm5-next", "qwen3tts",
+        }),
         "libllama refuses it when the model loads",
     ),
     ArchitectureFault(frozenset({"qwen4exp"}), "libllama refuses it when the model loads", fixed_in=11549),
@@ -87,7 +59,7 @@ TENSOR_ARCHITECTURES: tuple[ArchitectureFault, ...] = (
         frozenset({"chameleon", "jina-bert-v2"}),
         "libllama aborts at the first decode (ggml-backend-meta.cpp, unsupported split of a norm)",
     ),
-)
+)  # fmt: skip
 
 #: Cache types that tensor mode takes before `FULL_CACHE_TYPES_SINCE`; the others assert when the context is made.
 EARLY_TENSOR_CACHE_TYPES = frozenset({"f32", "f16", "bf16", "q8_0", "q4_0"})

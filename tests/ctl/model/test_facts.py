@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from llama_native.user_model import MetaKind, MetaValue, TensorSlot
 from splitctl.errors import BadModelFile, ModelFileFault
-from splitctl.model.cache_types import CACHE_BLOCKS, row_bytes
 from splitctl.model.facts import MAX_LAYERS, ModelFacts, read_facts
 from splitctl.model.header import MAX_ARRAY, MAX_PAIRS, MAX_TENSORS, read_header
-from splitctl.model.tensor_types import TENSOR_TYPES
+from splitctl.model.tensor_types import CACHE_BLOCKS, TENSOR_TYPES, row_bytes
 from tools.gguf_out import header_bytes, padded
 from tools.make_dummies import make_big, recipes, to_metadata
 

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from splitctl.model.cache_types import row_bytes
 from splitctl.model.facts import Recurrence
+from splitctl.model.tensor_types import row_bytes
 from splitctl.placement import FlashAttn, Placement
 from splitctl.planning.cells import cache_tensors, shape_of
 from tests.ctl.model_facts import model_facts

@@ -149,7 +149,7 @@ def _known(free: int, host: int = 1 << 40) -> Known:
     sizes = [(n_ctx, batch) for n_ctx in (256, 262_144) for batch in (1, 256, 4096)]
     known = {
         mode: [
-            Reservation(n_ctx, 4096, batch, {name: batch * 1000 + n_ctx * 10, "CUDA_Host": 1000}, None, 0)
+            Reservation(n_ctx, 4096, batch, {name: batch * 1000 + n_ctx * 10, "CUDA_Host": 1000}, None)
             for n_ctx, batch in sizes
             for name in names
         ]

@@ -254,7 +254,7 @@ def test_the_carry_is_as_large_as_what_is_held() -> None:
 
 
 def _reserved(n_ctx: int, n_ubatch: int, size: int) -> Reservation:
-    return Reservation(n_ctx, 2048, n_ubatch, {"CUDA0": size, "CUDA_Host": size // 10}, None, 0)
+    return Reservation(n_ctx, 2048, n_ubatch, {"CUDA0": size, "CUDA_Host": size // 10}, None)
 
 
 @pytest.mark.parametrize(
@@ -282,17 +282,17 @@ def test_buffers_are_charged_to_whom_they_belong() -> None:
     """A device by its name or its server's address, a Meta buffer to every device, pinned memory to the host."""
     rpc = (DeviceFacts("RPC0", "gpu", 1, None, "1.2.3.4:5"), DeviceFacts("RPC1", "gpu", 1, None, "1.2.3.4:6"))
     placement = dataclasses.replace(LAYER, devices=("RPC0", "RPC1"))
-    known = [Reservation(4096, 2048, 512, {"RPC0[1.2.3.4:6]": 7, "RPC0[1.2.3.4:5]": 3, "CPU": 1}, None, 0)]
+    known = [Reservation(4096, 2048, 512, {"RPC0[1.2.3.4:6]": 7, "RPC0[1.2.3.4:5]": 3, "CPU": 1}, None)]
     plan = plan_mode(_facts(), placement, rpc, known)
     assert [share.compute for share in plan.shares] + [plan.host.compute] == [3, 7, 1]
-    known = [Reservation(4096, 2048, 512, {"Meta(CUDA0,CUDA1)": 9, "CUDA_Host": 2}, None, 0)]
+    known = [Reservation(4096, 2048, 512, {"Meta(CUDA0,CUDA1)": 9, "CUDA_Host": 2}, None)]
     plan = plan_mode(_facts(), TENSOR, TWO_GPUS, known)
     assert [share.compute for share in plan.shares] + [plan.host.compute] == [9, 9, 2]
 
 
 def test_the_library_corrects_a_cache_that_is_not_understood() -> None:
     """What it said for this very context stands."""
-    said = [Reservation(4096, 2048, 512, {"CUDA0": 1}, 3 * 4 * 4096 * 2 * 64 * 2 * 2, 0)]
+    said = [Reservation(4096, 2048, 512, {"CUDA0": 1}, 3 * 4 * 4096 * 2 * 64 * 2 * 2)]
     plan = plan_mode(_facts(), LAYER, TWO_GPUS, said)
     assert sum(share.cache for share in plan.shares) == said[0].cache_bytes
 
