@@ -24,7 +24,7 @@ class SwitchStage:
 
 @dataclass(frozen=True, slots=True)
 class SwitchEnded:
-    """A switch is over, whichever way.
+    """A switch is over, however it ended.
 
     Attributes:
         outcome: the outcome object of the contract.
@@ -113,7 +113,7 @@ class Hub:
     """
 
     def __init__(self) -> None:
-        """Begin without anybody."""
+        """Begin without watchers."""
         self._watchers: set[asyncio.Queue[HostEvent | None]] = set()
         self._is_closed = False
 

@@ -18,8 +18,8 @@ from splitctl.carry.sequence import SamplerSpec, common
 from splitctl.errors import SplitctlError
 from splitctl.ipc.orders import Drawn, Ended, Reading, SequenceSnapshot, Start, Step
 
-#: A sequence is worth going on with when it holds this share of a new prompt; below it the one that was unused for
-#: longest makes room.  Source: llama-server's default (slot_prompt_similarity).
+#: A sequence is reused when it holds this share of a new prompt; below it the one that was unused for longest makes
+#: room.  Source: llama-server's default (slot_prompt_similarity).
 _WORTH_KEEPING = 0.1
 
 _RECENT_STEPS = 64
@@ -27,21 +27,21 @@ _RECENT_STEPS = 64
 
 
 class ReportWrong(SplitctlError):
-    """A worker reported what cannot be: it has lost count, and cannot be believed any more."""
+    """A worker reported something impossible: it has lost count, and cannot be believed any more."""
 
     def __init__(self, what: str) -> None:
-        """Take what it reported, and why that cannot be."""
+        """Take what it reported, and why that is impossible."""
         self.what = what
         super().__init__(what)
 
     def __str__(self) -> str:
-        """Say it."""
+        """Say what is wrong."""
         return f"the worker lost count: {self.what}"
 
 
 @dataclass(slots=True)
 class StreamJob:
-    """What a stream is to the sequences: a prompt, and tokens drawn after it.
+    """A stream as the ledger sees it: a prompt, and tokens drawn after it.
 
     Attributes:
         number: the stream's number.
@@ -136,7 +136,7 @@ class SequenceRow:
 
 
 class Ledger:
-    """The sequences of one session, and the streams on them; a report that cannot be raises ReportWrong.
+    """The sequences of one session, and the streams on them; an impossible report raises ReportWrong.
 
     Attributes:
         rows: all sequences, by id.
@@ -372,7 +372,7 @@ def choose_row(rows: Sequence[SequenceRow], prompt: Sequence[int]) -> SequenceRo
     held = [common(row.tokens, prompt) for row in idle]
     most = max(held)
     if most and most >= _WORTH_KEEPING * len(prompt):
-        # Of equals the one that has the least to lose.
+        # Of equals the shortest, which loses the least.
         return min((row for row, n in zip(idle, held, strict=True) if n == most), key=lambda row: len(row.tokens))
     return min(idle, key=lambda row: (bool(row.tokens), row.used_at, row.seq_id))
 

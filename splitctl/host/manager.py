@@ -43,7 +43,7 @@ class Session(Protocol):
         """The carries that arenas hold."""
 
     def take(self, report: Report) -> None:
-        """Take a worker's report; raises ReportWrong where it cannot be."""
+        """Take a worker's report; raises ReportWrong if it is impossible."""
 
     def lost(self, pid: int, end: End) -> None:
         """Note that a worker is gone which had opened the session, or whose opening nobody waits for."""
@@ -167,7 +167,7 @@ class WorkerManager:
             self._link.cancel()
 
     def give_up(self, reason: str) -> None:
-        """Kill the worker, whose reports count no more; its end has this reason."""
+        """Kill the worker and ignore what it still reports; its end gets this reason."""
         self._blame = reason
         if self._link is not None:
             self._link.kill()

@@ -60,14 +60,14 @@ class SessionFiles:
     """
 
     def __init__(self, config: HostConfig, log: Callable[[str], None]) -> None:
-        """Look at nothing yet; `log` takes lines for a person."""
+        """Read nothing yet; `log` takes lines for a person."""
         self._config = config
         self._log = log
         self._owner: Owner | None = None
         self.parked_by_worker: Path | None = None
 
     def offer(self) -> None:
-        """Log that a saved session could be gone on with, if there is one."""
+        """Log how to continue a saved session, if there is one."""
         found = [path for path in (self._config.park_path, self._config.save_path) if path.is_file()]
         if found:
             newest = max(found, key=lambda path: path.stat().st_mtime)
@@ -75,7 +75,7 @@ class SessionFiles:
             self._log(f"a saved session is there: splitctl restore {newest}{other} goes on with it")
 
     async def know_owner(self, model: Mapping[str, Any]) -> Owner:
-        """Read whose a carry is, of a model as a worker says; remembered, because files may be gone when it is needed.
+        """Read what a carry of this session belongs to; remembered, because files may be gone when it is needed.
 
         Raises:
             BadModelFile, OSError: one of the files cannot be read.
@@ -118,7 +118,7 @@ class SessionFiles:
 
 
 def owner_of(model: Path, adapters: Sequence[AdapterFile], *, n_vocab: int, build: str) -> Owner:
-    """Read whose a carry would be, while all files are there; vocabulary and build are those that the library says.
+    """Read what a carry would belong to, while all files are there; vocabulary and build are the library's.
 
     Raises:
         BadModelFile: the model's file is not what it was.

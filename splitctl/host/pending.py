@@ -57,7 +57,7 @@ class PendingOrders:
         self._n_given = 0
 
     def is_expecting(self, *kinds: type) -> bool:
-        """Whether a worker owes an answer, to an order of one of these kinds where any are given."""
+        """Whether a worker owes an answer, of these kinds of orders if any are given."""
         return any(one.is_sent and isinstance(one.order, kinds or object) for one in self._waiting.values())
 
     def number(self) -> int:
@@ -68,7 +68,7 @@ class PendingOrders:
     def put(self, order: Tokenize | Switch | Check | Save | Restore, on_loss: OnLoss) -> asyncio.Future[Any]:
         """Take an order that is to be sent; gives its answer to be: the report, or OrderFailed."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        # Somebody who stopped waiting is no error.
+        # It is no error if nobody waits for the answer any more.
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._waiting[order.order] = _Waiting(order, answer, on_loss)
         return answer

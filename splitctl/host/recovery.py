@@ -68,7 +68,7 @@ def attempts(loss: Loss) -> tuple[Attempt, ...]:
     found = [Attempt(loss.home)]
     if loss.seal is not None:
         found.insert(0, Attempt(loss.home, loss.seal))
-    # The placement of a switch that has just died is no refuge from it.
+    # A placement in which a switch has just died is not tried again.
     taken = [loss.home] if loss.target is None else [loss.home, loss.target]
     if loss.previous is not None and all(loss.previous.differs(one) for one in taken):
         found.append(Attempt(loss.previous))
@@ -95,7 +95,7 @@ class Recovery:
         if self._is_forgiven(was_killed):
             self._left.insert(0, attempt)
         elif attempt.seal is None and not was_killed:
-            # Without its streams the session is opened by the same order: what failed so in a worker fails again.
+            # Without its streams the session is opened by the same order, which would fail again.
             self._left = [one for one in self._left if one != Attempt(attempt.placement, drops_streams=True)]
 
     def _is_forgiven(self, is_no_fault: bool) -> bool:  # noqa: FBT001 - private
@@ -103,7 +103,7 @@ class Recovery:
         return is_no_fault and self._n_forgiven <= _FORGIVEN
 
     def next(self, seals: Collection[Seal]) -> Attempt | None:
-        """Give what is to be tried now, of what the carries that arenas still hold allow; None: nothing is left."""
+        """Give the next attempt that is possible with the carries that arenas still hold; None: nothing is left."""
         while self._left:
             attempt = self._left.pop(0)
             if attempt.seal is None or attempt.seal in seals:

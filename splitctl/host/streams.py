@@ -31,7 +31,7 @@ from splitctl.ipc.stop_texts import StopTexts
 #: Streams that may wait for a sequence or for their tokens; one more gets Busy.
 MAX_WAITING = 256
 
-#: Workers that may be lost over a stream, one after the other, before it is ended: what kills five would kill six.
+#: Workers that may be lost over a stream, one after the other, before it is ended.
 _MAX_LOSSES = 5
 
 
@@ -336,7 +336,7 @@ class StreamTable:
     # ---- what stops and starts them all ----
 
     def start_waiting(self) -> None:
-        """Give the worker who waits, as far as sequences are idle."""
+        """Start waiting streams on idle sequences."""
         for start in self.ledger.startable():
             self._send(start)
 
@@ -364,7 +364,7 @@ class StreamTable:
         self._give_up(hopeless, f"{_MAX_LOSSES} workers were lost over it, the last one thus: {reason}")
 
     def back(self) -> None:
-        """Go on in a new worker, each stream where it stood."""
+        """Continue every stream in a new worker where it stood."""
         starts, complete = self.ledger.resume()
         for job in complete:
             self._end(job.number, job, Why.EOS if job.is_ended else Why.LENGTH)

@@ -277,11 +277,7 @@ class Supervisor:
         return orders.Open(attempt.placement, self._config.adapters, force=True, seal=attempt.seal, sequences=held)
 
     def take(self, report: orders.Report) -> None:
-        """Take a worker's report.
-
-        Raises:
-            ReportWrong: it cannot be.
-        """
+        """Take a worker's report; raises ReportWrong if it is impossible."""
         match report:
             case orders.Reading() | orders.Step() | orders.Ended() | orders.Forgot():
                 self._streams.take(report)
@@ -370,7 +366,7 @@ class Supervisor:
         self._streams.resize(opened.placement.n_seq_max)
 
     def _go_on(self) -> None:
-        """Let everything go on that waited for a worker."""
+        """Continue everything that waited for a worker."""
         self._state = HostState.SERVING
         self._streams.back()
         self._flush()
@@ -403,7 +399,7 @@ class Supervisor:
         if end.failure is not None and end.failure.fault is Fault.PARKED:
             self._files.note_parked_by_worker(end.failure.body)
         if self._state is not HostState.SERVING:
-            # Whoever opened it, or is closing it, goes on from here.
+            # Whoever opened it, or is closing it, handles its end.
             self._pending.lost(reason)
             return
         loss = self._switches.lost(
@@ -561,7 +557,7 @@ class Supervisor:
         return await self._write(path)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Let something go on beside everything else, until it ends or the session does."""
+        """Run a task until it ends or the session does."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -93,7 +93,7 @@ class SwitchRecord:
 
 
 class Switches:
-    """All switches of one session, and where it serves; a report that cannot be raises ReportWrong.
+    """All switches of one session, and where it serves; an impossible report raises ReportWrong.
 
     Attributes:
         effective: where the session serves; without a worker where it belongs, before the first one where it begins.
@@ -181,7 +181,7 @@ class Switches:
             self.under_way = None
 
     def switched(self, report: Switched, now: float) -> dict[str, Any]:
-        """Take the outcome of the switch under way; gives it with what only the supervisor knows put right."""
+        """Take the outcome of the switch under way; gives it, corrected by what only the supervisor knows."""
         switch = self._of(report.order)
         outcome = dict(report.outcome)
         status, effective = read_outcome(outcome)
@@ -224,7 +224,7 @@ class Switches:
     # ---- a worker is gone ----
 
     def lost(self, *, had_progress: bool, was_idle: bool, was_killed: bool) -> Loss:
-        """Say where the session belongs, now that its worker is gone; the arguments are the loss's."""
+        """Say where the session belongs, now that its worker is gone; the arguments are those of `Loss`."""
         home = self.effective
         seal = self.seals[-1] if self._seals else None
         switch, trial = self.under_way, self.trial

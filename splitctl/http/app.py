@@ -1,4 +1,4 @@
-"""Which path is answered by whom."""
+"""The HTTP app: its configuration, and which path is answered by what."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from splitctl.ipc.wire import shown
 
 Answer = Callable[[Request], Awaitable[Response]]
 
-#: The page uses nothing from elsewhere, and no script but its own, and says so to the browser.
+#: Lets the browser load nothing from elsewhere into the page, and run only the page's own script.
 _POLICY = (
     "default-src 'none'; script-src 'sha256-{script}'; style-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

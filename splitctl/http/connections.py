@@ -1,10 +1,10 @@
-"""Connections that nobody can hold for nothing: each brings its request in time, reads its answer, and says HTTP.
+"""HTTP connections with limits: a client must send its request in time, read its answer, and speak HTTP.
 
 Laws:
-    1. A connection that brings no whole head in its time is closed, as is one that does not read what it was sent.
-    2. Where there are too many, the one that has been waiting longest for a request goes: who asks is served before who
-       only holds a place.
-    3. Bytes that are no HTTP get an answer in the shape of every other error, as long as one can be sent.
+    1. A connection is closed if it sends no whole head in time, or does not read what it was sent.
+    2. If there are too many, the one that has been waiting longest for a request is closed: one that asks is served
+       before one that only holds a place.
+    3. Bytes that are not HTTP get an error of the same shape as every other, as long as one can be sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from splitctl.http.errors import ApiError
 from splitctl.http.intake import HttpLimits, head_too_long
 
-#: For a client to stop sending, after an answer that ends its connection [seconds].
+#: How long a client may go on sending after an answer that ends its connection [seconds].
 _LINGER_S = 2.0
 
 
@@ -39,17 +39,17 @@ class Patient(H11Protocol):
     _is_over = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take a connection, and let go of another one where there are too many."""
+        """Take a connection, and close another one if there are too many."""
         super().connection_made(transport)
         end: socket.socket | None = transport.get_extra_info("socket")
         if end is not None:
-            # The system ends a connection whose other end takes nothing, whoever is waiting for it here.
+            # The system ends a connection whose other end reads nothing, even while nobody writes here.
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.limits.write_s * 1e3))
         self._make_room()
         self._wait(self.limits.head_s)
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; time runs until they are a whole head."""
+        """Take bytes; the time limit runs until they are a whole head."""
         if self._is_over:
             return
         super().data_received(data)
@@ -59,7 +59,7 @@ class Patient(H11Protocol):
             self._wait(self.limits.head_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Let go."""
+        """Stop the time limit."""
         self._wait_no_more()
         super().connection_lost(exc)
 
@@ -69,20 +69,20 @@ class Patient(H11Protocol):
             super().shutdown()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no request; called where h11 has found that out."""
+        """Answer bytes that are not a request; called from where h11 has found that out."""
         error = sys.exception()
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
         # A transfer coding that h11 does not know is the client's fault all the same.
         status = status if 400 <= status < 500 else 400
         if self._is_answering:
-            # Its request has gone wrong in its middle: whoever answers it hears that the client is gone.
+            # Its request broke off in the middle: to its answerer the client is gone.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:
             self.transport.abort()
             return
         self._answer(_said(status, str(error or msg)))
-        # Closing now, with bytes of the client unread, could destroy the answer on its way.
+        # Closing now, with bytes of the client unread, could lose the answer on its way.
         self._is_over = True
         self.transport.write_eof()
         self._wait_no_more()
@@ -110,7 +110,7 @@ class Patient(H11Protocol):
             self.transport.write(self.conn.send(event))
 
     def _make_room(self) -> None:
-        """Let go of the connection that has waited longest, where there are too many."""
+        """Close the connection that has waited longest, if there are too many."""
         if len(self.connections) <= self.limits.n_connections:
             return
         known = [one for one in self.connections if isinstance(one, Patient) and not one.transport.is_closing()]
@@ -134,7 +134,7 @@ class Patient(H11Protocol):
 
 
 def connection_class(limits: HttpLimits) -> type[Patient]:
-    """Make the class of a server's connections, which uvicorn makes by itself."""
+    """Make the class of a server's connections; uvicorn makes the instances."""
     return type("Patient", (Patient,), {"limits": limits})
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import psutil
 
 _CUDA = re.compile(r"CUDA(\d+)")
-#: Both count the same chips, but not quite the same bytes of them as usable.
+#: The driver and the library count the same chips, but not quite the same usable bytes.
 _SAME_SIZE = 0.9
 
 
 class Devices:
-    """Reads them.
+    """Reads the devices of a session and their memory.
 
     Thread: the loop's.
     """
@@ -50,7 +50,7 @@ class Devices:
         return {**empty, **known, **now, "is_fresh": bool(now)}
 
     def _of_driver(self, known: Mapping[str, Any]) -> dict[str, int]:
-        """Ask the driver; nothing where it cannot be sure that it speaks of the same device."""
+        """Ask the driver; empty where it may not be the same device."""
         found = _CUDA.fullmatch(str(known.get("name")))
         if found is None or self._driver is None:
             return {}
@@ -65,7 +65,7 @@ class Devices:
         return {"memory_free": int(memory.free), "memory_total": int(memory.total)} if is_same else {}
 
     def _handle(self, index: int) -> Any:
-        """Give the driver's handle of a device that the worker numbers so."""
+        """Give the driver's handle of the device with this number in the worker."""
         driver = self._driver
         if self._visible is None:
             return driver.nvmlDeviceGetHandleByIndex(index)
@@ -76,13 +76,13 @@ class Devices:
 
 
 def _driver() -> Any:
-    """Give the driver's door; None without nvidia-ml-py, or without a driver."""
+    """Give the module that asks the driver; None without nvidia-ml-py, or without a driver."""
     try:
-        door = importlib.import_module("pynvml")
+        nvml = importlib.import_module("pynvml")
     except ModuleNotFoundError:
         return None
     try:
-        door.nvmlInit()
-    except door.NVMLError:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
         return None
-    return door
+    return nvml

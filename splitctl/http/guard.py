@@ -1,9 +1,9 @@
-"""Who may come in: keys, names and origins, before anything else looks at a request.
+"""Access control: keys, host names and origins, checked before anything else looks at a request.
 
 Laws:
-    1. A key is compared in constant time, and stands in no log and no answer.
-    2. A request that changes something comes from a program, or from this server's own page: other pages are turned
-       away, whether a key is set or not.
+    1. A key is compared in constant time, and is in no log and no answer.
+    2. A request that changes something must come from a program or from this server's own page: other pages are
+       refused, whether a key is set or not.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Guard:
         is_loopback: bool,
         log: Callable[[str], None],
     ) -> None:
-        """Stand before an app, by the keys and origins of an `HttpConfig`.
+        """Protect an app, by the keys and origins of an `HttpConfig`.
 
         `hosts` are names that this server is reached by, beside addresses of this host; `log` takes lines for the log.
         """
@@ -85,7 +85,7 @@ class Guard:
             await failure.response()(scope, receive, send)
 
     def _judge(self, scope: Scope) -> None:
-        # h11 lets a longer one pass that came in one piece.
+        # h11 lets a longer head pass if it came in one piece.
         n_head = len(scope["raw_path"]) + len(scope["query_string"])
         if n_head + sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:
             raise head_too_long()
@@ -98,7 +98,7 @@ class Guard:
         self._judge_key(headers)
 
     def _judge_host(self, headers: Headers) -> None:
-        """Without a key a page elsewhere could reach this port under a name of its own that points here."""
+        """Refuse foreign host names: without a key, a page could reach this port under its own name."""
         host = headers.get("host")
         # Browsers always name a host; programs that speak HTTP/1.0 may not.
         if self._keys or not self._is_loopback or host is None:
@@ -112,7 +112,7 @@ class Guard:
         origin = headers.get("origin")
         if origin in self._origins:
             return
-        # Browsers say the second where they do not say the first: an image or a script of another page.
+        # Browsers send the second where they do not send the first: for an image or a script of another page.
         is_elsewhere = headers.get("sec-fetch-site", "none") not in {"none", "same-origin"}
         if is_elsewhere or (origin is not None and origin.partition("://")[2] != headers.get("host")):
             raise ApiError(403, "pages of other origins may not use this server; allow one with --cors ORIGIN")
@@ -124,7 +124,7 @@ class Guard:
         if scheme.lower() != "bearer":
             given = headers.get("x-api-key", "")
         digest = hashlib.sha256(given.strip().encode("utf-8", "surrogateescape")).digest()
-        # Every key is compared, so that the time says nothing about which one it was.
+        # Every key is compared, so that the time does not show which one it was.
         fits = [hmac.compare_digest(digest, key) for key in self._keys]
         if not any(fits):
             raise ApiError(401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'")

@@ -1,7 +1,7 @@
-"""The HTTP server within the supervisor's loop: its socket, its beginning and its end.
+"""The HTTP server within the supervisor's loop: its socket, start and end.
 
 Laws:
-    1. Signals are the command line's: the server takes none.
+    1. Signals belong to the command line: the server takes none.
     2. A server that ends takes no more requests for text, and gives answers under way a while before it ends them.
 """
 
@@ -23,9 +23,9 @@ from splitctl.http.chat import Chat
 from splitctl.http.connections import connection_class
 from splitctl.http.intake import MAX_HEAD_BYTES
 
-#: From an answer to the next request on its connection [seconds].
+#: Longest time from an answer to the next request on its connection [seconds].
 _KEEP_ALIVE_S = 15
-#: For answers under way when the server ends [seconds].
+#: Time for answers under way when the server ends [seconds].
 _GRACE_S = 5
 _BACKLOG = 512
 
@@ -69,7 +69,7 @@ class HttpServer:
             try:
                 listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 listening.bind(address)
-                # Until then somebody else may take the port.
+                # Before this, another process may still take the port.
                 listening.listen(_BACKLOG)
             except BaseException:
                 listening.close()

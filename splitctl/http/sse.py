@@ -1,4 +1,4 @@
-"""A response of server-sent events that ends with its client: one that hangs up, or does not read, is let go of."""
+"""A response of server-sent events, which ends when its client hangs up or does not read."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class EventStream(Response):
 
         Args:
             chunks: whole events, as bytes.
-            on_gone: called when the response is over, whichever way.
+            on_gone: called when the response is over, however it ended.
             write_s: longest time until a client has read a chunk, seconds.
         """
         super().__init__(media_type="text/event-stream")
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
-        # nginx would hold tokens back.
+        # Otherwise nginx holds tokens back.
         self.headers["x-accel-buffering"] = "no"
         self._chunks = chunks
         self._on_gone = on_gone
