@@ -7,12 +7,12 @@ Laws:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from splitctl.carry.sequence import SamplerSpec
 from splitctl.errors import ConfigInvalid
+from splitctl.ipc.wire import kinds_of
 from splitctl.outcome import Proof, SwitchOptions
 from splitctl.placement import Changes
 
@@ -180,16 +180,7 @@ ControlRequest = (
     | EventsRequest
 )
 
-REQUESTS: Mapping[str, type] = {
-    "status": StatusRequest,
-    "switch": SwitchRequest,
-    "check": CheckRequest,
-    "generate": GenerateRequest,
-    "save": SaveRequest,
-    "restore": RestoreRequest,
-    "stop": StopRequest,
-    "events": EventsRequest,
-}
+REQUESTS = kinds_of(ControlRequest)
 
 
 def _refuse_relative(path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from splitctl.carry.sequence import SamplerSpec
 from splitctl.errors import BadModelFile, Busy, Cancelled, ConfigInvalid, ContextFull, Parked, Refused
+from splitctl.ipc.wire import kinds_of
 from splitctl.outcome import SwitchOptions
 from splitctl.placement import Placement, SplitMode
 
@@ -272,19 +273,4 @@ class Failure:
 
 JobEvent = Progress | Piece | Partial | Result | Failure
 
-REQUESTS: Mapping[str, type] = {
-    "devices": DevicesRequest,
-    "doctor": DoctorRequest,
-    "run": RunRequest,
-    "probe": ProbeRequest,
-    "verify": VerifyRequest,
-    "reserve": ReserveRequest,
-    "host": HostRequest,
-}
-EVENTS: Mapping[str, type] = {
-    "progress": Progress,
-    "piece": Piece,
-    "partial": Partial,
-    "result": Result,
-    "failure": Failure,
-}
+REQUESTS = kinds_of(JobRequest)

@@ -12,15 +12,14 @@ Laws:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from splitctl.carry.seal import Seal
 from splitctl.carry.sequence import SamplerSpec
-from splitctl.ipc import jobs
 from splitctl.ipc.jobs import Fault, JobEvent
+from splitctl.ipc.wire import kinds_of
 from splitctl.outcome import SwitchOptions
 from splitctl.placement import Placement
 
@@ -199,17 +198,7 @@ class Close:
 
 Order = Open | Tokenize | Start | Halt | Switch | Check | Save | Restore | Close
 
-ORDERS: Mapping[str, type] = {
-    "open": Open,
-    "tokenize": Tokenize,
-    "start": Start,
-    "halt": Halt,
-    "switch": Switch,
-    "check": Check,
-    "save": Save,
-    "restore": Restore,
-    "close": Close,
-}
+ORDERS = kinds_of(Order)
 
 
 # ---- reports ----
@@ -488,26 +477,8 @@ Report = (
     | Alive
 )
 
-REPORTS: Mapping[str, type] = {
-    "opened": Opened,
-    "tokenized": Tokenized,
-    "reading": Reading,
-    "step": Step,
-    "ended": Ended,
-    "forgot": Forgot,
-    "stage": StageReached,
-    "sealed": Sealed,
-    "unsealed": Unsealed,
-    "switched": Switched,
-    "trial": Trial,
-    "checked": Checked,
-    "saved": Saved,
-    "replaced": Replaced,
-    "failed": Failed,
-    "alive": Alive,
-}
+REPORTS = kinds_of(Report)
 
 #: All that a worker's pipe may bring.
-EVENTS: Mapping[str, type] = {**jobs.EVENTS, **REPORTS}
-
 WorkerEvent = JobEvent | Report
+EVENTS = kinds_of(WorkerEvent)

@@ -110,11 +110,6 @@ class WorkerProcess:
         return self._process.pid
 
     @property
-    def cancelled(self) -> bool:
-        """Whether a cancel was asked for."""
-        return self._cancelled
-
-    @property
     def stage(self) -> str:
         """What the child last said it was doing."""
         return self._stage

@@ -56,6 +56,11 @@ class MessageInvalid(SplitctlError):
         return f"{where} is {self.found}; wanted: {self.wanted}"
 
 
+def kinds_of(union: Any) -> Mapping[str, type]:
+    """Name the classes of a union as messages are named: in small letters, and without Request at the end."""
+    return {kind.__name__.removesuffix("Request").lower(): kind for kind in typing.get_args(union)}
+
+
 def to_line(message: object, kinds: Mapping[str, type]) -> bytes:
     """Write a message as one line.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _really_write = os.write
-_STAGE = re.compile(rb'"kind":"stage",.*"stage":"([a-z_]+)","share":0(?:\.0)?[,}]')
+_STAGE = re.compile(rb'"kind":"stagereached",.*"stage":"([a-z_]+)","share":0(?:\.0)?[,}]')
 _SWITCHED = re.compile(rb'"kind":"switched",.*"status":"switched"')
 _LONGEST = 1 << 16
 
