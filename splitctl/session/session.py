@@ -20,13 +20,13 @@ from splitctl.engine.engine import Engine, LoadedAdapter, check_adapters, resolv
 from splitctl.engine.live import CancelFlag, LiveSession
 from splitctl.errors import ConfigInvalid, Reason, Refused
 from splitctl.model.facts import read_facts
-from splitctl.outcome import Proof, Stage, SwitchOutcome
+from splitctl.outcome import Proof, Stage, SwitchOptions, SwitchOutcome
 from splitctl.placement import Placement
 from splitctl.probing.free_memory import FreeMemoryCheck
 from splitctl.session.decoder import Decoder
 from splitctl.session.storage import Restored, Storage
 from splitctl.switching.checking import Checked, Checker
-from splitctl.switching.effects import Effects, SwitchOptions
+from splitctl.switching.effects import Effects, Run
 from splitctl.switching.switcher import Switcher
 from splitctl.switching.targets import complete
 
@@ -417,24 +417,24 @@ class Session:
                 raise ConfigInvalid("n_discard", n_discard, f"1 to {max(slot.n_past - n_keep - 1, 0)}")
             self._decoder.shift(slot, n_keep, n_discard)
 
-    def check(self, target: Placement, *, convert: bool = True, force: bool = False) -> Checked:
+    def check(self, target: Placement, options: SwitchOptions | None = None) -> Checked:
         """Find out whether a switch would be refused; other threads go on meanwhile.
 
         It may take as long as a trial in a child process. A target that the session serves in is never refused.
 
         Args:
             target: the placement wanted.
-            convert: False refuses a target that needs the carry converted.
-            force: keep only the reasons that no trial could outlive.
+            options: how the switch would be done; None: as :meth:`switch` does it by default.
 
         Raises:
             Parked: the session serves no more.
         """
         self._refuse_gone()
+        options = options or SwitchOptions()
         target = complete(target, self._live.placement)
         if not self._live.placement.differs(target):
-            return Checked(target, (), force, convert)
-        return self._checker.switching(self._live, target, force=force, convert=convert)
+            return Checked(target, options)
+        return self._checker.switching(self._live, target, options)
 
     def switch(
         self,
@@ -456,7 +456,7 @@ class Session:
             force: skip the rules, the probe and what the planner says does not fit; structural checks stay.
             timeout_s: how long to wait for the token boundary, seconds; None: as long as it takes.
             progress: told the stage and the share of it that is done.
-            checked: what :meth:`check` found of this very target; None: it is checked now.
+            checked: what :meth:`check` found of this very target, whose options then count; None: it is checked now.
 
         Returns:
             The outcome: switched, unchanged, fell_back, refused, cancelled or parked. Never raises for those.
@@ -468,10 +468,11 @@ class Session:
         live = self._live
         target = complete(target, live.placement)
         found = checked
+        options = checked.options if checked is not None else SwitchOptions(proof, convert=convert, force=force)
 
         def check() -> tuple[Reason, ...]:
             nonlocal found
-            found = found or self.check(target, convert=convert, force=force)
+            found = found or self.check(target, options)
             return found.reasons
 
         def again() -> tuple[Reason, ...]:
@@ -483,14 +484,13 @@ class Session:
 
         with live.turn.announce_switch(f"a switch to {target.mode.value}"):
             self._refuse_gone()
-            options = SwitchOptions(
-                read_back=proof is Proof.BYTES,
-                prove=proof is not Proof.OFF,
+            run = Run(
+                options,
                 checked_at=None if checked is None else checked.at,
                 check=again,
                 progress=progress or (lambda _stage, _share: None),
             )
-            return self._switcher.run(target, options, check=check, enter=enter)
+            return self._switcher.run(target, run, check=check, enter=enter)
 
     def reserve(self, n_tokens: int, *, proof: Proof = Proof.BYTES) -> int:
         """Take the memory that a switch will need, and touch it, so that the switch itself does not wait for it.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 import psutil
 
 from splitctl.errors import Reason
-from splitctl.outcome import DOES_NOT_FIT
+from splitctl.outcome import DOES_NOT_FIT, SwitchOptions
 from splitctl.placement import SplitMode
 from splitctl.probing import Verdict
 from splitctl.switching import rules
@@ -62,17 +62,15 @@ class Checked:
 
     Attributes:
         target: the whole placement.
-        reasons: why the switch would be refused; none: it would be tried.
-        force: only the reasons that no trial could outlive were kept.
-        convert: the carry may be converted for the target.
+        options: how the switch would be done.
+        reasons: why it would be refused; none: it would be tried.
         verdict: what a trial in a child process came to, where one counts.
         at: when the check began and ended, seconds of `time.perf_counter`.
     """
 
     target: Placement
-    reasons: tuple[Reason, ...]
-    force: bool
-    convert: bool
+    options: SwitchOptions
+    reasons: tuple[Reason, ...] = ()
     verdict: ProbeVerdict | None = None
     at: tuple[float, float] | None = None
 
@@ -95,27 +93,26 @@ class Checker:
     def opening(self, placement: Placement, *, n_adapters: int = 0, force: bool = False) -> tuple[Reason, ...]:
         """Return the reasons not to open a session with so many adapters in a placement; none: open it."""
         session = SessionFacts(tokens={}, n_adapters=n_adapters)
-        return self._first(None, placement, session, force=force, convert=True).reasons
+        return self._first(None, placement, session, SwitchOptions(force=force)).reasons
 
-    def switching(self, live: LiveSession, target: Placement, *, force: bool, convert: bool) -> Checked:
+    def switching(self, live: LiveSession, target: Placement, options: SwitchOptions) -> Checked:
         """Check a target as far as that goes while streams go on; may take as long as a trial in a child process.
 
         Args:
             live: the session's parts, read only.
             target: the whole placement.
-            force: keep only the reasons that no trial could outlive.
-            convert: whether the carry may be converted for the target.
+            options: how the switch would be done; with ``force`` only the reasons that no trial could outlive count.
         """
         # A shift that another thread is at has been applied by the boundary, or is seen there.
         session = dataclasses.replace(_facts_of(live), pending_shift=False)
         started = perf_counter()
-        found = self._first(live.placement, target, session, force=force, convert=convert, placing=live.placing)
+        found = self._first(live.placement, target, session, options, placing=live.placing)
         return dataclasses.replace(found, at=(started, perf_counter()))
 
     def again(self, live: LiveSession, earlier: Checked) -> tuple[Reason, ...]:
         """Return the reasons not to switch, for the session as it is now; the trial's verdict is the earlier one."""
-        found = self._judge(live.placement, earlier.target, _facts_of(live), earlier.verdict, convert=earlier.convert)
-        return _forced(found) if earlier.force else rules.refused(found)
+        found = self._judge(live.placement, earlier.target, _facts_of(live), earlier.verdict, earlier.options)
+        return _forced(found) if earlier.options.force else rules.refused(found)
 
     def _judge(
         self,
@@ -123,31 +120,29 @@ class Checker:
         target: Placement,
         session: SessionFacts,
         verdict: ProbeVerdict | None,
-        *,
-        convert: bool,
+        options: SwitchOptions,
     ) -> tuple[Finding, ...]:
         host = HostFacts(devices=self._devices, mem_available=psutil.virtual_memory().available)
         found = rules.check(current, target, self._facts, self._build, host, session, verdict)
-        return tuple(finding for finding in found if not (convert and finding.code == rules.NEEDS_CONVERSION))
+        return tuple(finding for finding in found if not (options.convert and finding.code == rules.NEEDS_CONVERSION))
 
     def _first(
         self,
         current: Placement | None,
         target: Placement,
         session: SessionFacts,
+        options: SwitchOptions,
         *,
-        force: bool,
-        convert: bool,
         placing: threading.Lock | None = None,
     ) -> Checked:
         def checked(reasons: tuple[Reason, ...], verdict: ProbeVerdict | None = None) -> Checked:
-            return Checked(target, reasons, force, convert, verdict)
+            return Checked(target, options, reasons, verdict)
 
         def judged(verdict: ProbeVerdict) -> Checked:
-            return checked(rules.refused(self._judge(current, target, session, verdict, convert=convert)), verdict)
+            return checked(rules.refused(self._judge(current, target, session, verdict, options)), verdict)
 
-        findings = self._judge(current, target, session, None, convert=convert)
-        if force:
+        findings = self._judge(current, target, session, None, options)
+        if options.force:
             return checked(_forced(findings))
         if not rules.worth_a_try(findings):
             return checked(rules.refused(findings))

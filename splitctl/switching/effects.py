@@ -7,12 +7,12 @@ Laws:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from llama_native import CallFailed, LoadCancelled, NativeError
 from splitctl.errors import Cancelled, CannotConvert, Parked, Reason, SplitctlError, StateUnsound
-from splitctl.outcome import DevicePeak, Stage
+from splitctl.outcome import DevicePeak, Proof, Stage, SwitchOptions
 from splitctl.switching.machine import Command, EventKind, SwitchEvent
 from splitctl.switching.peaks import device_peaks
 from splitctl.switching.sealing import SealedState
@@ -32,19 +32,17 @@ MEETS = (NativeError, SplitctlError, MemoryError, OSError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
-class SwitchOptions:
-    """How one switch is to be done.
+class Run:
+    """One run of a switch.
 
     Args:
-        read_back: prove by reading the restored state back; False proves positions only.
-        prove: prove at all.
+        options: how it is to be done.
         checked_at: when a check that came before the switch began and ended, seconds of the switcher's clock.
         check: judges the target once more before anything is touched; returns the reasons to refuse it.
         progress: told the stage and the share done, 0.0 to 1.0.
     """
 
-    read_back: bool = True
-    prove: bool = True
+    options: SwitchOptions = field(default_factory=SwitchOptions)
     checked_at: tuple[float, float] | None = None
     check: Callable[[], tuple[Reason, ...]] = tuple
     progress: Callable[[Stage, float], None] = lambda _stage, _share: None
@@ -57,7 +55,7 @@ class Effects:
         """Work on ``live``; ``park`` writes a carry (or at least the tokens) to disk and returns where."""
         self.live = live
         self._park_to = park
-        self.options = SwitchOptions()
+        self.run = Run()
         self.transfer = Transfer(live)
         self.parked_at: Path | None = None
         self.peaks: tuple[DevicePeak, ...] = ()
@@ -121,7 +119,7 @@ class Effects:
     def _check(self, state: MachineState) -> SwitchEvent:
         if not self.live.placement.differs(_requested(state)):
             return SwitchEvent(EventKind.UNCHANGED)
-        reasons = self.options.check()
+        reasons = self.run.check()
         return SwitchEvent(EventKind.REFUSED, reasons=reasons) if reasons else _DONE
 
     def _save(self, _state: MachineState) -> SwitchEvent:
@@ -138,7 +136,7 @@ class Effects:
         return _DONE
 
     def _place(self, state: MachineState) -> SwitchEvent:
-        report = self.options.progress
+        report = self.run.progress
         self.live.engine.place(_requested(state), lambda share: report(state.stage, share))
         return _DONE
 
@@ -168,7 +166,8 @@ class Effects:
         return _failed("proof-failed", wrong) if wrong else self._placed()
 
     def _unproved(self) -> str:
-        return self.transfer.unproved(read_back=self.options.read_back) if self.options.prove else ""
+        proof = self.run.options.proof
+        return "" if proof is Proof.OFF else self.transfer.unproved(read_back=proof is Proof.BYTES)
 
     def _placed(self) -> SwitchEvent:
         resolved = self._resolved or self.live.placement

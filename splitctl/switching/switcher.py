@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from splitctl.placement import Placement
-    from splitctl.switching.effects import Effects, SwitchOptions
+    from splitctl.switching.effects import Effects, Run
 
 _TIMED = frozenset(field.name for field in dataclasses.fields(StageTimes))
 """The stages, by value, whose times an outcome tells."""
@@ -53,7 +53,7 @@ class Switcher:
     def run(
         self,
         target: Placement,
-        options: SwitchOptions,
+        run: Run,
         *,
         check: Callable[[], tuple[Reason, ...]],
         enter: Callable[[], None],
@@ -62,7 +62,7 @@ class Switcher:
 
         Args:
             target: the whole placement.
-            options: how.
+            run: how, and what is called meanwhile.
             check: returns the reasons to refuse the target; called without the turn, may take as long as a trial in a
                 child process.
             enter: waits for the token boundary and takes the turn.
@@ -70,7 +70,7 @@ class Switcher:
         Returns:
             The outcome; ``confirmed`` is False until the trial.
         """
-        started, checked = options.checked_at or (self._clock(), None)
+        started, checked = run.checked_at or (self._clock(), None)
         ms: dict[str, float] = {}
 
         def not_begun(status: SwitchStatus, at: Stage, reasons: tuple[Reason, ...] = ()) -> SwitchOutcome:
@@ -80,7 +80,7 @@ class Switcher:
 
         def before(stage: Stage, began: float, work: Callable[[], tuple[Reason, ...]]) -> SwitchOutcome | None:
             """Do what comes before the machine; returns the outcome where the switch ends with it."""
-            options.progress(stage, 0.0)
+            run.progress(stage, 0.0)
             status = SwitchStatus.REFUSED
             try:
                 reasons = work()
@@ -109,7 +109,7 @@ class Switcher:
                 ms[Stage.CHECKING.value] = (checked - started) * 1e3
             ended = ended or before(Stage.QUIESCING, checked or self._clock(), wait)
         if ended is None:
-            self.effects.options = options
+            self.effects.run = run
             self._ms, self._fallback_ms, self._counts = ms, None, (None, 0, 0)
             wanted = SwitchTarget(target, choose_via(target, self.effects.live))
             try:
@@ -169,7 +169,7 @@ class Switcher:
         else:
             try:
                 if stage is not Stage.CHECKING:  # told when it began, before the machine did
-                    self.effects.options.progress(stage, 0.0)
+                    self.effects.run.progress(stage, 0.0)
                 result = self.effects.perform(command, self.state)
             except BaseException as error:  # noqa: BLE001 - raised again by _drive, once the session is at rest
                 result = self._interruption(stage, error)
@@ -186,7 +186,7 @@ class Switcher:
     def _interruption(self, stage: Stage, error: BaseException) -> SwitchEvent:
         """Turn what was raised into the way back: a session is never left between two placements."""
         self._interrupted = self._interrupted or error
-        self.effects.options = dataclasses.replace(self.effects.options, progress=lambda _stage, _share: None)
+        self.effects.run = dataclasses.replace(self.effects.run, progress=lambda _stage, _share: None)
         if isinstance(error, KeyboardInterrupt) and stage.value in _TIMED:
             return SwitchEvent(EventKind.CANCELLED)
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -210,8 +210,7 @@ class _Checks:
             found: Checked | Exception
             self._reached(order, Stage.CHECKING)
             try:
-                how = order.options
-                found = self._session.check(order.target, convert=how.convert, force=how.force)
+                found = self._session.check(order.target, order.options)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is this order's answer
                 found = error
             else:
@@ -313,7 +312,6 @@ class _Server:
         share = Steps(lambda stage, done: self._tell(orders.StageReached(order.order, stage, done)))
         outcome = self._session.switch(
             checked.target,
-            proof=order.options.proof,
             timeout_s=None,
             progress=lambda stage, done: None if stage in _TOLD_BEFORE else share(stage.value, done),
             checked=checked,
