@@ -1,4 +1,4 @@
-"""Which struct layout a library has, found out from what it writes and believed from nobody. Pure.
+"""Which struct layout a library has, found from what it writes and not from what it claims. Pure.
 
 Laws:
     1. A layout is data: a fragment of C in ``cdefs/``, and in ``data/layouts.json`` the values that real builds answer.

@@ -1,4 +1,4 @@
-"""What a build does, as far as no struct tells it: small calls with known answers, made once when it is opened."""
+"""What a build does that no struct shows: small calls with known answers, made once when it is opened."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check(ffi: cffi.FFI, lib: Any, profile: Profile) -> bool:
-    """Check with real calls what no struct tells: candidate arrays, the penalties prototype, how draws are counted.
+    """Check with real calls what no struct shows: candidate arrays, the penalties prototype, how draws are counted.
 
     Args:
         ffi: the library's FFI.

@@ -77,7 +77,7 @@ class Candidate:
 
     @property
     def usable(self) -> bool:
-        """Whether nothing that can be seen from outside speaks against loading it."""
+        """Whether nothing that can be seen from outside forbids loading it."""
         return self.verdict is not Verdict.PASSED_OVER
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
 """A bounded reader of what the dynamic linker wants from an ELF file, so that a failure is explained before dlopen.
 
-It reads 64-bit little-endian files, as all the packages hold; of others it tells the machine only.
+It reads 64-bit little-endian files, as all the packages hold; of others it only tells the machine.
 No count or offset from the file reaches a read or a loop before a limit has passed it; hostile bytes raise ElfError.
 """
 
@@ -115,7 +115,7 @@ def read_elf(path: Path, *, exports: bool = False) -> ElfFile:
         exports: read the symbol table as well.
 
     Returns:
-        What the file says; of another word size or byte order, the machine only.
+        What the file says; only the machine where word size or byte order differ.
 
     Raises:
         ElfError: it is not an ELF file, or is damaged.

@@ -65,7 +65,7 @@ class Library:
         self.version = ""
         self.rpc_servers: tuple[str, ...] = ()
         self.env: Mapping[str, str] = {}
-        """What is known of the environment that the library reads; empty where nobody told."""
+        """The environment that the library reads, as far as it is known."""
 
     @staticmethod
     def open(path: str | os.PathLike[str] | None = None, *, env: Mapping[str, str] | None = None) -> Library:

@@ -1,4 +1,4 @@
-"""Lets a library write its default structs, before any layout of them is believed.
+"""Lets a library write its default structs before any layout of them is assumed.
 
 On x86-64 a large struct is returned through a hidden first pointer, so the functions can be called on patterned buffers
 of ours, which shows what was written. Elsewhere they are called as what they are, functions that return a struct, with

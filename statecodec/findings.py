@@ -1,4 +1,4 @@
-"""What is worth knowing about a sound state: nothing here is an error, but a restore may not do what one hopes."""
+"""What is worth knowing about a sound state: nothing here is an error, but a restore may not do what is expected."""
 
 from __future__ import annotations
 

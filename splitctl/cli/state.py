@@ -24,8 +24,7 @@ from splitctl.cli.output import ExitCode, Screen, error_body, one_line, print_js
 from splitctl.cli.state_convert import Wanted
 from splitctl.cli.state_diff import Comparison, compare
 from splitctl.cli.state_facts import codec_facts, facts_of_rows
-from splitctl.cli.state_file import StateFile, opened
-from splitctl.cli.state_repair import NothingKept, repaired
+from splitctl.cli.state_file import NothingKept, StateFile, opened, repaired
 from splitctl.errors import SplitctlError
 from splitctl.model.facts import ModelFacts, read_facts
 from splitctl.placement import KV_TYPES

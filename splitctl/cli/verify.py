@@ -1,4 +1,4 @@
-"""`splitctl verify`: what a build really does with a model in every mode, tried in children."""
+"""`splitctl verify`: what a build really does with a model in every mode, tried in child processes."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def verify(
     verbose: bool,
     as_json: bool,
 ) -> int:
-    """Try a model in every mode, in children that may die, and compare what they compute."""
+    """Try a model in every mode, in child processes that may die, and compare what they compute."""
     pairs = [(k, v) for k in types_k for v in types_v] or [(k, k) for k in types_k]
     with Screen(as_json=as_json, verbose=verbose) as screen:
         try:

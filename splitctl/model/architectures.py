@@ -42,7 +42,7 @@ ALIBI_FIXED: Mapping[str, float] = {"bloom": 8.0, "refact": 8.0, "jina-bert-v2":
 #: Architectures that read the bias from their metadata; absent means none.
 ALIBI_FROM_KEY = frozenset({"mpt", "jais"})
 
-#: Baichuan uses ALiBi in its 13B form, which is told by the number of its layers.
+#: Baichuan uses ALiBi in its 13B form; the number of layers tells which it is.
 BAICHUAN_ALIBI_LAYERS = 40
 
 #: Recurrent memories whose convolution row has the groups of `ssm.group_count`; the others do not read that key.

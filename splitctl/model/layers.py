@@ -67,7 +67,7 @@ WINDOWS: Mapping[str, WindowRule] = {
     "step35": WindowRule(-1),
 }
 
-#: Only the 32B of it has one, which is told by its layers.  Source: exaone4.cpp.
+#: Only the 32B model has one; the number of layers tells which it is.  Source: exaone4.cpp.
 _EXAONE4_WINDOW_LAYERS = 64
 #: Layers of gemma3n that keep rows of their own; the others use those of the last two.  Source: gemma3n.cpp.
 _GEMMA3N_OWN_LAYERS = 20

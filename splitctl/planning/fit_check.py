@@ -20,7 +20,7 @@ from splitctl.placement import Placement, SplitMode
 from splitctl.planning.fitting import HOST_POOL, Need, needs_of_mode
 from splitctl.planning.memory import DeviceFacts, ModePlan, Share, devices_of, plan_mode
 
-#: Paddings of backends that are not known are guessed; what is lacking by no more is not sure [parts].
+#: Paddings of unknown backends are guessed: a shortage no larger than this is not certain [share].
 _DOUBT = 0.01
 _MIB = 1024 * 1024
 

@@ -80,7 +80,7 @@ class Largest:
 
 @dataclass(frozen=True, slots=True)
 class ModeAnswer:
-    """What there is to say about one mode.
+    """The answer for one mode.
 
     Args:
         plan: its bytes.
@@ -88,7 +88,7 @@ class ModeAnswer:
         largest: the largest context in this mode alone.
         balanced: the tensor split that leaves every device equally full; empty with one device.
         refused: why the rules refuse the mode; empty when they do not.
-        warnings: what the rules say beside that.
+        warnings: what else the rules say.
         unsaid: why the library did not say its compute buffers; empty when it did.
     """
 
@@ -108,7 +108,7 @@ class ModeAnswer:
 
 @dataclass(frozen=True, slots=True)
 class SwitchAnswer:
-    """What there is to say about a switch.
+    """The answer for a switch.
 
     Args:
         plan: its peaks.

@@ -1,4 +1,4 @@
-"""Tries a placement in a child process before a session is put into it, and remembers what came of it."""
+"""Tries a placement in a child process before a session is put into it, and remembers the result."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Laws:
     1. A verdict belongs to everything that could change it (`ProbeKey`): another build or head count asks again.
-    2. What came of a shortage is not remembered: the next trial may have the memory.
+    2. A result that a shortage of memory caused is not remembered: the next trial may have the memory.
     3. The file is written whole to a temporary file and renamed; a damaged file counts as empty.
 """
 

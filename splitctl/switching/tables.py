@@ -1,7 +1,7 @@
 """What builds are known to do with split modes: data for `rules`.
 
-A table says where to look, it is no truth: builds outside `MEASURED` are tried in a child process, and what the child
-saw wins over every row here, in both directions (ALiBi excepted, see `rules`).
+The tables only say where to look: builds outside `MEASURED` are tried in a child process, and what the child saw wins
+over every row here, in both directions (ALiBi excepted, see `rules`).
 
 Source: llm_arch_supports_sm_tensor in llama-arch.cpp of llama-cpp-python 0.3.36; a sweep of 198 dummy models of 146
 architectures over xllamacpp 2026.10.11549 on CPU devices, each mode and layout in its own child; what loads in tensor
