@@ -4,16 +4,16 @@
 
 One session is moved in three ways in turn: by the bare calls (through cffi directly on the session's own model and
 context, with the library's log thrown away in C and a buffer that is allocated and touched once), by ``Session.switch``
-with its proof on positions, and with ``--proof bytes``. All move the very same objects in the same memory, so no way
-has a luckier heap. A round goes there and back once in each way, in an order that changes from round to round; every
-ratio is of two times of the same round. After each move the session decodes one token, which ends a trial.
+with its proof on positions, and with ``--proof bytes``. All move the same objects in the same memory, so none has an
+advantage from the heap. A round goes there and back once in each way, in an order that changes from round to round;
+every ratio is of two times of the same round. After each move the session decodes one token, which ends a trial.
 
 overhead_ratio    median of (our switch, proof on positions) / (bare calls); the worst of all models and routes
 bytes_ratio       median of (proof on bytes) / (proof on positions): what reading the state back costs more
 interval          95 % of the medians of 2,000 resamples of the rounds
 cpu_ratio         overhead_ratio in processor time, which other programs on the machine disturb less
 
-Buffers of some MiB come from fresh pages: left to itself, malloc hands recycled ones to whoever had luck.
+Buffers of some MiB come from fresh pages: malloc would give recycled ones to some moves and not to others.
 
 Routes: layer-layer moves the tensor_split between 1,1 and 3,1; layer-tensor changes the mode.
 Exit code 0: every switch was done; 1: one was not; the ratios are printed, not judged.

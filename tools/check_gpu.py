@@ -1,4 +1,4 @@
-"""Hold the planner to the driver of a GPU, run it out of memory for real, and time what a switch takes there.
+"""Compare the planner with the driver of a GPU, run the GPU out of memory, and time switches there.
 
     python -m tools.check_gpu [--json] [--lib PATH] [--models 8b,27b] [--parts accuracy,short,rates]
                               [--device CUDA0,CUDA1] [--sizes CTXxUBATCH,...] [--folder DIR]
@@ -13,7 +13,7 @@ short     another process holds the rest of the GPU: what a session comes to tha
           falls back with the right tokens (see `check_gpu_short`)
 rates     switch times with a long state, tokens a second in each mode, and what `splitctl explain` makes of them
 
-failed    how many of all these came out otherwise than they must; exit code 1 when there are any
+failed    how many of all these are wrong; exit code 1 when there are any
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import Any, TextIO
 from splitctl.placement import Placement, SplitMode
 from tools.check_gpu_short import shortage
 from tools.children import run_child
-from tools.gpu_meter import HOST, Driver, Ground, Meter, group_of, visible_gpus
+from tools.gpu_meter import HOST, Driver, Meter, Setup, group_of, visible_gpus
 from tools.make_dummies import default_folder
 from tools.make_large import SHAPES, make_large
 from tools.places import CHECKOUT
@@ -59,7 +59,7 @@ class Result:
 
     Args:
         body: by part.
-        failures: what came out otherwise than it must.
+        failures: what is wrong.
     """
 
     body: dict[str, Any] = field(default_factory=dict)
@@ -83,13 +83,13 @@ def ask(*arguments: str) -> dict[str, Any]:
     return body
 
 
-def work(ground: Ground, model: Path, placement: Placement, **more: Any) -> dict[str, Any]:
+def work(setup: Setup, model: Path, placement: Placement, **more: Any) -> dict[str, Any]:
     """Make a child's job of work; what is not named is nothing."""
     plain = {"n_warm_up": 0, "n_prompt": 0, "n_generate": _N_GENERATE, "switches": [], "n_further": 0}
-    return {"job": "work", **ground.session(model, placement), **plain, **more}
+    return {"job": "work", **setup.session(model, placement), **plain, **more}
 
 
-def ground_of(library: Path | None, devices: Sequence[str]) -> Ground:
+def setup_of(library: Path | None, devices: Sequence[str]) -> Setup:
     """Look at the devices."""
     words = ("--lib", str(library)) if library else ()
     told = ask("doctor", *words)
@@ -100,21 +100,19 @@ def ground_of(library: Path | None, devices: Sequence[str]) -> Ground:
     visible = visible_gpus(os.environ)
     groups = tuple(group_of(name, known[name], visible) for name in devices)
     driver = Driver() if any(group != HOST for group in groups) else None
-    return Ground(Path(told["library"]["path"]), tuple(devices), groups, driver, told["library"]["version"])
+    return Setup(Path(told["library"]["path"]), tuple(devices), groups, driver, told["library"]["version"])
 
 
 # ---- accuracy ----
 
 
-def check_accuracy(
-    ground: Ground, name: str, model: Path, sizes: Sequence[tuple[int, int]]
-) -> Iterator[dict[str, Any]]:
+def check_accuracy(setup: Setup, name: str, model: Path, sizes: Sequence[tuple[int, int]]) -> Iterator[dict[str, Any]]:
     """Compare every mode and the switch at every size."""
     for n_ctx, n_ubatch in sizes:
         told = ask(
-            "plan", "-m", str(model), "--device", ",".join(ground.devices), "-psm", "layer", "-sm", "tensor",
+            "plan", "-m", str(model), "--device", ",".join(setup.devices), "-psm", "layer", "-sm", "tensor",
             "-fa", "on", "-c", str(n_ctx), "-ub", str(n_ubatch), "-b", str(max(2048, n_ubatch)),
-            "--lib", str(ground.library),
+            "--lib", str(setup.library),
         )  # fmt: skip
         room = n_ctx - n_ubatch - 2 * _N_GENERATE - 8
         for what, start, switches in (
@@ -123,25 +121,25 @@ def check_accuracy(
             ("layer->tensor", _LAYER, (_TENSOR,)),
         ):
             plan = told["switch"] if switches else told["modes"][what]
-            targets = [ground.place(mode, n_ctx, n_ubatch).to_json() for mode in switches]
+            targets = [setup.place(mode, n_ctx, n_ubatch).to_json() for mode in switches]
             job = work(
-                ground, model, ground.place(start, n_ctx, n_ubatch), n_prompt=room, switches=targets,
+                setup, model, setup.place(start, n_ctx, n_ubatch), n_prompt=room, switches=targets,
                 n_further=n_ubatch if switches else 0,
             )  # fmt: skip
-            with Meter(ground.groups, ground.driver) as meter:
+            with Meter(setup.groups, setup.driver) as meter:
                 child = run_child("tools.gpu_jobs", job, _TIMEOUT_S)
             row = {"model": name, "what": what, "n_ctx": n_ctx, "n_ubatch": n_ubatch, "end": child.end}
             done = child.told[-1] if child.told and not child.end else {}
-            for group in dict.fromkeys(ground.groups):
-                yield row | _compared(ground, plan, group, meter, done)
+            for group in dict.fromkeys(setup.groups):
+                yield row | _compared(setup, plan, group, meter, done)
 
 
 def _compared(
-    ground: Ground, plan: Mapping[str, Any], group: str, meter: Meter, done: Mapping[str, Any]
+    setup: Setup, plan: Mapping[str, Any], group: str, meter: Meter, done: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Compare a group's peak with a plan; sizes in MiB."""
     seen = meter.seen[group]
-    shares = [share for share, where in zip(plan["devices"], ground.groups, strict=True) if where == group]
+    shares = [share for share, where in zip(plan["devices"], setup.groups, strict=True) if where == group]
     if group == HOST:
         shares.append(plan["host"])
     predicted = sum(share["total"] for share in shares)
@@ -174,16 +172,16 @@ def _rounded(size: object) -> object:
 # ---- rates ----
 
 
-def measure_rates(ground: Ground, model: Path, n_state: int) -> dict[str, Any]:
+def measure_rates(setup: Setup, model: Path, n_state: int) -> dict[str, Any]:
     """Time prompts, generations and switches with a state of so many tokens, and ask what pays."""
     n_ctx = -(-(n_state + 4096) // 256) * 256
-    modes = {mode: ground.place(mode, n_ctx, 512) for mode in (_LAYER, _TENSOR)}
+    modes = {mode: setup.place(mode, n_ctx, 512) for mode in (_LAYER, _TENSOR)}
     rates: dict[str, dict[str, float]] = {}
     switches: dict[str, list[dict[str, Any]]] = {}
     for start, other in ((_LAYER, _TENSOR), (_TENSOR, _LAYER)):
         targets = [modes[mode].to_json() for _ in range(_N_ROUNDS) for mode in (other, start)]
         job = work(
-            ground, model, modes[start], n_warm_up=512, n_prompt=n_state, n_generate=128,
+            setup, model, modes[start], n_warm_up=512, n_prompt=n_state, n_generate=128,
             switches=targets if start is _LAYER else [],
         )  # fmt: skip
         child = run_child("tools.gpu_jobs", job, _TIMEOUT_S)
@@ -253,24 +251,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=default_folder(), help="where models are made")
     options = parser.parse_args(arguments)
     parts = options.parts.split(",")
-    ground = ground_of(options.lib, options.device.split(","))
-    result = Result(_about(ground))
+    setup = setup_of(options.lib, options.device.split(","))
+    result = Result(_about(setup))
     names = options.models.split(",")
     models = {name: make_large(options.folder, name) for name in names}
     told = partial(_show, file=sys.stderr if options.json else sys.stdout)
     if "accuracy" in parts:
         rows = result.body["accuracy"] = []
         for name, path in models.items():
-            for row in check_accuracy(ground, name, path, options.sizes):
+            for row in check_accuracy(setup, name, path, options.sizes):
                 rows.append(row)
                 told(row)
         result.failures += [_failure(row) for row in rows if not row["within"]]
     if "rates" in parts:
-        found = result.body["rates"] = measure_rates(ground, models[names[0]], options.state)
+        found = result.body["rates"] = measure_rates(setup, models[names[0]], options.state)
         told(found)
         result.failures += [found["trouble"]] if "trouble" in found else []
     if "short" in parts:
-        found = result.body["short"] = shortage(ground, models[names[0]], options.sizes[0])
+        found = result.body["short"] = shortage(setup, models[names[0]], options.sizes[0])
         told(found)
         result.failures += found["failures"]
     result.body |= {"failed": len(result.failures), "failures": result.failures}
@@ -278,18 +276,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if result.failures else 0
 
 
-def _about(ground: Ground) -> dict[str, Any]:
+def _about(setup: Setup) -> dict[str, Any]:
     """Say what was measured on, and when."""
     body: dict[str, Any] = {
         "date": dt.datetime.now(dt.UTC).date().isoformat(),
-        "build": ground.version,
-        "library": str(ground.library),
-        "devices": list(ground.devices),
-        "groups": list(ground.groups),
+        "build": setup.version,
+        "library": str(setup.library),
+        "devices": list(setup.devices),
+        "groups": list(setup.groups),
     }
-    if ground.driver is not None:
-        gpus = [int(group.removeprefix("gpu")) for group in dict.fromkeys(ground.groups) if group != HOST]
-        body |= {"driver": ground.driver.version(), "gpus": [ground.driver.name(index) for index in gpus]}
+    if setup.driver is not None:
+        gpus = [int(group.removeprefix("gpu")) for group in dict.fromkeys(setup.groups) if group != HOST]
+        body |= {"driver": setup.driver.version(), "gpus": [setup.driver.name(index) for index in gpus]}
     return body
 
 

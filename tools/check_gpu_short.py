@@ -1,8 +1,8 @@
 """Runs a GPU out of memory for real: another process holds the rest, and a session that does not fit is opened there.
 
-In layer mode such a load returns; in tensor mode stock builds abort. A hosted session has to live through the second:
+In layer mode such a load returns; in tensor mode stock builds abort. A hosted session has to survive the second:
 it serves in layer mode, is switched by force to a tensor split that does not fit, and has to go on in layer mode with
-the tokens that it would have drawn without the try.
+the tokens that it would have drawn without the attempt.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tools import greedy_gaps
 from tools.children import run_child
 from tools.clients import start_streams
 from tools.gpu_jobs import tokens_of
-from tools.gpu_meter import HOST, Ground, Meter
+from tools.gpu_meter import HOST, Meter, Setup
 from tools.places import CHECKOUT
 
 _MIB = 1024 * 1024
@@ -50,57 +50,57 @@ _LONGER = 16
 _ENDLESS = 1 << 24
 
 
-def shortage(ground: Ground, model: Path, size: tuple[int, int]) -> dict[str, Any]:
-    """Open what does not fit, then let a hosted session try it.
+def shortage(setup: Setup, model: Path, size: tuple[int, int]) -> dict[str, Any]:
+    """Open sessions that do not fit, then switch a hosted session to such a placement.
 
     Args:
-        ground: where.
+        setup: where.
         model: the GGUF.
         size: context and micro-batch of layer mode, tokens.
 
     Returns:
-        What was seen, and under ``failures`` what came out otherwise than it must.
+        What was seen, and under ``failures`` what is wrong.
     """
-    layer = replace(ground.place(SplitMode.LAYER, *size), n_seq_max=_MOST, kv_unified=True)
-    is_gpu = ground.driver is not None
+    layer = replace(setup.place(SplitMode.LAYER, *size), n_seq_max=_MOST, kv_unified=True)
+    is_gpu = setup.driver is not None
     longer = layer.n_ctx * _LONGER if is_gpu else _ENDLESS
     tensor = replace(layer, mode=SplitMode.TENSOR, n_ctx=longer)
     body: dict[str, Any] = {"layer": layer.to_json(), "tensor": tensor.to_json()}
-    wanted = {n: asyncio.run(host(ground, model, layer, None, n)) for n in _N_STREAMS}
+    wanted = {n: asyncio.run(host(setup, model, layer, None, n)) for n in _N_STREAMS}
     body["undisturbed"] = wanted
-    with Meter(ground.groups, ground.driver) as meter:
-        body["fits"] = opening(ground, model, layer)
+    with Meter(setup.groups, setup.driver) as meter:
+        body["fits"] = opening(setup, model, layer)
     taken = {group: seen.taken for group, seen in meter.seen.items()}
     body["layer_takes"] = taken
     failures = [] if body["fits"]["status"] == "opened" else [f"layer mode does not open: {body['fits']}"]
     if is_gpu:
         with held({group: n_bytes // 2 for group, n_bytes in taken.items()}):
-            body["half"] = {one.mode.value: opening(ground, model, one) for one in (layer, tensor)}
+            body["half"] = {one.mode.value: opening(setup, model, one) for one in (layer, tensor)}
         if body["half"]["layer"]["status"] != "refused":
             failures.append(f"layer mode in half of its memory does not return an error: {body['half']['layer']}")
     with held({group: n_bytes + _ROOM_BYTES for group, n_bytes in taken.items()}) as free:
         body["free"] = free
-        body["enough"] = {one.mode.value: opening(ground, model, one) for one in (layer, tensor)}
+        body["enough"] = {one.mode.value: opening(setup, model, one) for one in (layer, tensor)}
         if body["enough"]["layer"]["status"] != "opened":
             failures.append(f"layer mode does not open in its own memory: {body['enough']['layer']}")
         if body["enough"]["tensor"]["status"] != "died" and is_gpu:
             failures.append(f"tensor mode does not abort where it does not fit: {body['enough']['tensor']}")
-        found = {n: asyncio.run(host(ground, model, layer, tensor, n)) for n in _N_STREAMS}
+        found = {n: asyncio.run(host(setup, model, layer, tensor, n)) for n in _N_STREAMS}
     body["hosted"] = found
     n_lost = 1 if body["enough"]["tensor"]["status"] == "died" else 0
     for n, seen in found.items():
-        failures += [f"{n} streams: {what}" for what in _wrong(ground, model, wanted[n], seen, n_lost=n_lost)]
+        failures += [f"{n} streams: {what}" for what in _wrong(setup, model, wanted[n], seen, n_lost=n_lost)]
     return body | {"failures": failures}
 
 
-def opening(ground: Ground, model: Path, placement: Placement) -> dict[str, Any]:
+def opening(setup: Setup, model: Path, placement: Placement) -> dict[str, Any]:
     """Open a session in a child.
 
     Returns:
         Under ``status`` opened, refused (it returned an error) or died.
     """
     n_prompt = min(placement.n_ctx // 2, 4 * placement.n_ubatch)
-    job = {"job": "open", **ground.session(model, placement), "n_prompt": n_prompt}
+    job = {"job": "open", **setup.session(model, placement), "n_prompt": n_prompt}
     child = run_child(_JOBS, job, _TIMEOUT_S)
     if child.end or not child.told:
         return {"status": "died", "at": child.at.get("at"), "end": child.end}
@@ -136,9 +136,7 @@ def held(leave: dict[str, int]) -> Iterator[dict[str, int]]:
             child.communicate("")
 
 
-async def host(
-    ground: Ground, model: Path, layer: Placement, target: Placement | None, n_streams: int
-) -> dict[str, Any]:
+async def host(setup: Setup, model: Path, layer: Placement, target: Placement | None, n_streams: int) -> dict[str, Any]:
     """Serve so many streams in layer mode, and switch by force on the way where there is a target.
 
     Returns:
@@ -156,7 +154,7 @@ async def host(
     said: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         config = HostConfig(
-            model=model, library=ground.library, placement=layer, name="short", state_folder=Path(folder)
+            model=model, library=setup.library, placement=layer, name="short", state_folder=Path(folder)
         )
         supervisor = Supervisor(config, env=dict(os.environ, GGML_NO_BACKTRACE="1"), log=said.append)
         await supervisor.start()
@@ -183,8 +181,8 @@ async def host(
     }
 
 
-def _wrong(ground: Ground, model: Path, wanted: dict[str, Any], found: dict[str, Any], n_lost: int) -> list[str]:
-    """Say what did not hold of the hosted session."""
+def _wrong(setup: Setup, model: Path, wanted: dict[str, Any], found: dict[str, Any], n_lost: int) -> list[str]:
+    """Say what is wrong with the hosted session."""
     failures = []
     outcome, status = found["outcome"], found["status"]
     if outcome["status"] != "fell_back" or outcome["effective"] != "layer":
@@ -203,7 +201,7 @@ def _wrong(ground: Ground, model: Path, wanted: dict[str, Any], found: dict[str,
             _first_other(one, other) for one, other in zip(found["texts"], wanted["texts"], strict=True)
         ]
         try:
-            gaps = greedy_gaps.measure(ground.library, model, texts, ground.devices)
+            gaps = greedy_gaps.measure(setup.library, model, texts, setup.devices)
         except RuntimeError as error:
             return [*failures, str(error)]
         found["gaps"] = [[gap.worst, gap.control, gap.n_other] for gap in gaps]

@@ -1,4 +1,4 @@
-"""Hold the planner to the library: predicted bytes against the buffers that it reports, and against resident memory.
+"""Compare predicted bytes with the buffers that the library reports, and with resident memory.
 
     python -m tools.check_plan [--json] [--only WORD] [--no-rpc]
 
@@ -351,7 +351,7 @@ def _show(one: Checked) -> None:
 
 
 def _sentence(body: Mapping[str, Any]) -> str:
-    """Say the whole in a few lines."""
+    """Sum up in a few lines."""
     lines = [f"{body['cases']} cases, {len(body['architectures'])} architectures, {body['failed']} outside their bound"]
     for kind, row in body["worst"].items():
         if row:

@@ -1,4 +1,4 @@
-"""One case of `check_plan`, in a child: load, fill the context, tell the library's lines and what is resident."""
+"""One case of `check_plan`, in a child: load, fill the context, report the library's lines and what is resident."""
 
 from __future__ import annotations
 

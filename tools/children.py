@@ -66,7 +66,7 @@ def run_child(
 
 
 def say(**words: object) -> None:
-    """Tell the parent one line."""
+    """Report one line to the parent."""
     print(json.dumps(words), flush=True)
 
 

@@ -37,7 +37,7 @@ GUARD_S = 240.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class Setup:
     """What cells are played on.
 
     Args:
@@ -149,18 +149,18 @@ class Played:
 class Play:
     """One hosted session, and clients that read its streams."""
 
-    def __init__(self, ground: Ground, mode: str, n_streams: int, *, is_greedy: bool, is_silent: bool = False) -> None:
-        self.ground = ground
+    def __init__(self, setup: Setup, mode: str, n_streams: int, *, is_greedy: bool, is_silent: bool = False) -> None:
+        self.setup = setup
         self.n_streams = n_streams
         self.is_greedy = is_greedy
-        self.folder = Path(tempfile.mkdtemp(dir=ground.folder))
+        self.folder = Path(tempfile.mkdtemp(dir=setup.folder))
         self.armed = FaultFile(self.folder / "faults")
         self.said: list[str] = []
         self.texts: list[Text] = []
         self.pids: set[int] = set()
         self.supervisor = Supervisor(
-            ground.config(mode, n_streams, self.folder, is_silent=is_silent),
-            env=ground.environment(self.armed, self.folder),
+            setup.config(mode, n_streams, self.folder, is_silent=is_silent),
+            env=setup.environment(self.armed, self.folder),
             log=self.said.append,
         )
 
@@ -174,8 +174,8 @@ class Play:
     def request(self, stream: int, drawn: Sequence[int] = ()) -> GenerateRequest:
         """Ask for the tokens of a stream that are not drawn yet."""
         return GenerateRequest(
-            tokens=(*self.ground.prompts[stream], *drawn),
-            n_predict=self.ground.n_predict - len(drawn),
+            tokens=(*self.setup.prompts[stream], *drawn),
+            n_predict=self.setup.n_predict - len(drawn),
             sampler=sampler(stream, is_greedy=self.is_greedy),
         )
 
@@ -190,7 +190,7 @@ class Play:
         readers = []
         for stream, text in enumerate(self.texts):
             text.done = None
-            if len(text.tokens) < self.ground.n_predict:
+            if len(text.tokens) < self.setup.n_predict:
                 request = self.request(stream, text.tokens)
                 readers.append(asyncio.create_task(text.read(self.supervisor, request)))
         return readers
@@ -202,13 +202,13 @@ class Play:
         return path
 
 
-async def undisturbed(ground: Ground, n_streams: int, *, is_greedy: bool) -> Reference:
+async def undisturbed(setup: Setup, n_streams: int, *, is_greedy: bool) -> Reference:
     """Let a session generate without a fault; after it, try both modes, so that the tries in children are made."""
-    play = Play(ground, "layer", n_streams, is_greedy=is_greedy)
+    play = Play(setup, "layer", n_streams, is_greedy=is_greedy)
     await play.supervisor.start()
     try:
         await asyncio.gather(*await play.start())
-        wrong = [fault for text in play.texts for fault in (*text.faults, *ground.unfinished(text))]
+        wrong = [fault for text in play.texts for fault in (*text.faults, *setup.unfinished(text))]
         if wrong:
             raise RuntimeError(f"a session without a fault goes wrong: {wrong} {play.said[-3:]}")
         carry = await play.save()
@@ -221,11 +221,11 @@ async def undisturbed(ground: Ground, n_streams: int, *, is_greedy: bool) -> Ref
         await play.supervisor.stop(save=False)
 
 
-async def play_cell(ground: Ground, cell: Cell, wanted: Reference | None) -> Played:
+async def play_cell(setup: Setup, cell: Cell, wanted: Reference | None) -> Played:
     """Play a cell.
 
     Args:
-        ground: where.
+        setup: where.
         cell: what; one that makes sense.
         wanted: what a session comes to that is not disturbed; None: nobody can say exactly.
 
@@ -235,7 +235,7 @@ async def play_cell(ground: Ground, cell: Cell, wanted: Reference | None) -> Pla
     played = Played()
     try:
         async with asyncio.timeout(GUARD_S):
-            await _play(ground, cell, wanted, played)
+            await _play(setup, cell, wanted, played)
     except TimeoutError:
         played.faults.append(f"no end within {GUARD_S:g} s")
     except Exception as error:  # noqa: BLE001 - whatever it is, it is this cell's failure and not that of the others
@@ -243,9 +243,9 @@ async def play_cell(ground: Ground, cell: Cell, wanted: Reference | None) -> Pla
     return played
 
 
-async def _play(ground: Ground, cell: Cell, wanted: Reference | None, played: Played) -> None:
+async def _play(setup: Setup, cell: Cell, wanted: Reference | None, played: Played) -> None:
     is_greedy = cell.end is End.PARKED or wanted is None
-    play = Play(ground, cell.start, cell.n_streams, is_greedy=is_greedy, is_silent=cell.kind in SILENT)
+    play = Play(setup, cell.start, cell.n_streams, is_greedy=is_greedy, is_silent=cell.kind in SILENT)
     await play.supervisor.start()
     try:
         play.status()
@@ -272,7 +272,7 @@ async def _play(ground: Ground, cell: Cell, wanted: Reference | None, played: Pl
             played.need(
                 (status["worker_restarts"] > restarts) is is_lost, f"{status['worker_restarts']} workers were lost"
             )
-        _check_texts(ground, play, wanted, played)
+        _check_texts(setup, play, wanted, played)
         if wanted is not None:
             played.faults += different(wanted.carry, await play.save())
     finally:
@@ -314,10 +314,10 @@ def _is_file(path: str) -> bool:
     return Path(path).is_file()
 
 
-def _check_texts(ground: Ground, play: Play, wanted: Reference | None, played: Played) -> None:
+def _check_texts(setup: Setup, play: Play, wanted: Reference | None, played: Played) -> None:
     for stream, text in enumerate(play.texts):
-        played.faults += [f"stream {stream}: {fault}" for fault in (*text.faults, *ground.unfinished(text))]
-        prompt = ground.prompts[stream]
+        played.faults += [f"stream {stream}: {fault}" for fault in (*text.faults, *setup.unfinished(text))]
+        prompt = setup.prompts[stream]
         played.texts.append(([*prompt, *text.tokens], len(prompt)))
         if wanted is not None and tuple(text.tokens) != wanted.tokens[stream]:
             pairs = zip(text.tokens, wanted.tokens[stream], strict=False)

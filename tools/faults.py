@@ -32,7 +32,7 @@ import psutil
 from tests.stublib import COMPILER, build, write_model
 from tools import greedy_gaps
 from tools.fault_cells import N_STREAMS, Cell, End, Kind, cells, few_cells, few_real_cells, real_cells
-from tools.fault_play import Ground, Played, Reference, play_cell, undisturbed
+from tools.fault_play import Played, Reference, Setup, play_cell, undisturbed
 from tools.places import small_model, usable_library
 
 #: A worker that is asked to do something and says nothing for so long counts as hung [seconds].
@@ -68,25 +68,25 @@ class Tally:
             self.passed += 1
 
 
-def stub_ground(folder: Path) -> Ground:
-    """Give the ground of the stub library."""
+def stub_setup(folder: Path) -> Setup:
+    """Give the setup of the stub library."""
     prompts = tuple((_BOS, *text.encode()) for text in _STUB_PROMPTS)
     model = write_model(folder / "tiny.gguf")
     env = {"STUB_FAULTS": f"pace:decode={_PACE_US}"}
-    return Ground(build(), model, ("STUB0", "STUB1"), prompts, 100, 1024, folder, STUB_DEADLINE_S, env)
+    return Setup(build(), model, ("STUB0", "STUB1"), prompts, 100, 1024, folder, STUB_DEADLINE_S, env)
 
 
-def real_ground(folder: Path, library: Path, model: Path) -> Ground:
-    """Give the ground of a real library."""
+def real_setup(folder: Path, library: Path, model: Path) -> Setup:
+    """Give the setup of a real library."""
     prompts = tuple(tuple(tokens) for tokens in greedy_gaps.tokenize(library, model, _REAL_PROMPTS))
-    return Ground(library, model, ("CPU", "CPU"), prompts, 60, 1024, folder, REAL_DEADLINE_S, is_exact=False)
+    return Setup(library, model, ("CPU", "CPU"), prompts, 60, 1024, folder, REAL_DEADLINE_S, is_exact=False)
 
 
-async def play_all(ground: Ground, table: Sequence[Cell], *, jobs: int, quiet: bool) -> Tally:
+async def play_all(setup: Setup, table: Sequence[Cell], *, jobs: int, quiet: bool) -> Tally:
     """Play cells.
 
     Args:
-        ground: where.
+        setup: where.
         table: cells; those that make no sense are counted by their reason.
         jobs: cells at the same time.
         quiet: say nothing but failures.
@@ -101,7 +101,7 @@ async def play_all(ground: Ground, table: Sequence[Cell], *, jobs: int, quiet: b
         if cell.why_not:
             tally.not_applicable.setdefault(cell.why_not, []).append(cell.name)
     for n_streams, is_greedy in sorted({(cell.n_streams, cell.end is End.PARKED) for cell in played}):
-        wanted[n_streams, is_greedy] = await undisturbed(ground, n_streams, is_greedy=is_greedy)
+        wanted[n_streams, is_greedy] = await undisturbed(setup, n_streams, is_greedy=is_greedy)
     turn = asyncio.Semaphore(jobs)
     n_done = 0
 
@@ -109,10 +109,10 @@ async def play_all(ground: Ground, table: Sequence[Cell], *, jobs: int, quiet: b
         nonlocal n_done
         async with turn:
             seen = await play_cell(
-                ground, cell, wanted[cell.n_streams, cell.end is End.PARKED] if ground.is_exact else None
+                setup, cell, wanted[cell.n_streams, cell.end is End.PARKED] if setup.is_exact else None
             )
-        if not ground.is_exact and not seen.faults:
-            seen.faults += await asyncio.to_thread(wrong_texts, ground, seen)
+        if not setup.is_exact and not seen.faults:
+            seen.faults += await asyncio.to_thread(wrong_texts, setup, seen)
         tally.add(cell, seen)
         n_done += 1
         for fault in tally.failures.get(cell.name, ()):
@@ -124,9 +124,9 @@ async def play_all(ground: Ground, table: Sequence[Cell], *, jobs: int, quiet: b
     return tally
 
 
-def wrong_texts(ground: Ground, played: Played) -> list[str]:
-    """Hold the texts of a real model to a fresh context: floats depend on who is in a batch, tokens hardly."""
-    gaps = greedy_gaps.measure(ground.library, ground.model, played.texts)
+def wrong_texts(setup: Setup, played: Played) -> list[str]:
+    """Compare the texts of a real model with a fresh context: floats depend on who is in a batch, tokens hardly."""
+    gaps = greedy_gaps.measure(setup.library, setup.model, played.texts)
     return [f"stream {index}: {gap.fault}" for index, gap in enumerate(gaps) if not gap.is_right]
 
 
@@ -144,14 +144,7 @@ def leftovers(n_fds: int) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program.
-
-    Args:
-        arguments: words of the command line; None: the process's own.
-
-    Returns:
-        Exit code: 0 when nothing failed and something passed, 1 otherwise, 2 for usage.
-    """
+    """Run the program; its exit code is 0 when nothing failed and something passed, 1 otherwise, 2 for usage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--real", action="store_true", help="killed and stopped workers of a real library")
@@ -184,13 +177,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     n_fds = n_open()
     with tempfile.TemporaryDirectory() as folder:
         if options.real:
-            ground = real_ground(Path(folder), usable_library(options.lib), options.model or small_model())
+            setup = real_setup(Path(folder), usable_library(options.lib), options.model or small_model())
         else:
-            ground = stub_ground(Path(folder))
-        tally = asyncio.run(play_all(ground, table, jobs=options.jobs, quiet=options.quiet))
+            setup = stub_setup(Path(folder))
+        tally = asyncio.run(play_all(setup, table, jobs=options.jobs, quiet=options.quiet))
     left = leftovers(n_fds)
     result: dict[str, Any] = {
-        "library": str(ground.library),
+        "library": str(setup.library),
         "cells": tally.passed + len(tally.failures),
         "passed": tally.passed,
         "failed": len(tally.failures) + len(left),

@@ -1,6 +1,6 @@
 """What `check_gpu` lets children do: work in a session, open one, or hold a GPU's memory. One JSON object each.
 
-A child tells on stdout where it is ({"at": ...}) and what came of it ({"status": ...}); the library may end it.
+A child says on stdout where it is ({"at": ...}) and what came of it ({"status": ...}); the library may end it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def work(job: Mapping[str, Any]) -> None:
             body["steps"].append(step | {"switch": outcome.to_json()})
             free.append(_free(library, placement.devices))
     body["free"] = free
-    body["log"] = [text for text in "".join(heard).splitlines() if _is_worth_telling(text)]
+    body["log"] = [text for text in "".join(heard).splitlines() if _is_worth_keeping(text)]
     say(status="done", **body)
 
 
@@ -82,7 +82,7 @@ def _free(library: Library, names: Sequence[str]) -> int:
     return sum(device.memory_free for device in library.devices() if device.name in names)
 
 
-def _is_worth_telling(line: str) -> bool:
+def _is_worth_keeping(line: str) -> bool:
     words = ("AllReduce", "NCCL", "pipeline", "virtual device", "flash", "graph splits", "failed")
     return any(word in line for word in words)
 

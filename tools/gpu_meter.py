@@ -49,20 +49,20 @@ class Driver:
         self._check(self._library.nvmlInit_v2(), "nvmlInit_v2")
 
     def used(self, index: int) -> int:
-        """Tell what is in use on a GPU, by all processes, bytes; GPUs count in the order of their PCI address."""
+        """What is in use on a GPU, by all processes, bytes; GPUs count in the order of their PCI address."""
         handle, memory = ctypes.c_void_p(), _Memory()
         self._check(self._library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)), "a GPU's handle")
         self._check(self._library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)), "a GPU's memory")
         return int(memory.used)
 
     def version(self) -> str:
-        """Tell the driver's version."""
+        """The driver's version."""
         text = ctypes.create_string_buffer(80)
         self._check(self._library.nvmlSystemGetDriverVersion(text, 80), "the driver's version")
         return text.value.decode()
 
     def name(self, index: int) -> str:
-        """Tell a GPU's name."""
+        """A GPU's name."""
         handle, text = ctypes.c_void_p(), ctypes.create_string_buffer(96)
         self._check(self._library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)), "a GPU's handle")
         self._check(self._library.nvmlDeviceGetName(handle, text, 96), "a GPU's name")
@@ -74,7 +74,7 @@ class Driver:
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class Setup:
     """What is measured on.
 
     Args:

@@ -1,4 +1,4 @@
-"""Holds greedy texts to a fresh context that reads the same history: how far is each token from the likeliest one?
+"""Compares greedy texts with a fresh context that reads the same tokens: how far is each from the likeliest one?
 
 Runs in a child (one library a process): takes a job as JSON, and says one line with the gaps. The gap of a token is the
 largest logit at its place less its own, in logits: 0 where a fresh context would have drawn it too.
@@ -93,7 +93,7 @@ def measure(
     }
     child = run_child("tools.greedy_gaps", job, _TIMEOUT_S)
     if child.end or len(child.told) != len(texts):
-        raise RuntimeError(f"the texts could not be held to a fresh context: {child.end or 'it ended early'}")
+        raise RuntimeError(f"the texts could not be compared with a fresh context: {child.end or 'it ended early'}")
     return [Gaps(**{name: value for name, value in told.items() if name != "status"}) for told in child.told]
 
 
@@ -142,7 +142,7 @@ class Reader:
         return found
 
     def judge(self, tokens: list[int], n_prompt: int) -> Gaps:
-        """Hold one text to a fresh context."""
+        """Compare one text with a fresh context."""
         found = self.gaps(tokens, n_prompt)
         middle = n_prompt + (len(tokens) - n_prompt) // 2
         spoilt = self.gaps(tokens[:middle] + tokens[middle + 1 :], n_prompt)

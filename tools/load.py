@@ -1,11 +1,11 @@
-"""Ask a server for text from many clients at once, switch under them, and hold every answer to what it must be.
+"""Ask a server for text from many clients at once, switch under them, and check every answer.
 
     python -m tools.load [--json] [--clients 50] [--seconds 60] [--switches 2] [--slots 8] [--model FILE [--lib PATH]]
 
 A host is started on a port of this machine, on the tests' stub library unless a model is named. Clients keep their
 connections and ask for one answer after the other, three of four as a stream. Switches, between layer and tensor, are
 asked for over HTTP at even times. With the stub every text must be that which a single client got before; with a model
-the tokens of the answers that lived through a switch are held to a fresh context (greedy_gaps), and all are counted.
+the tokens of answers that a switch interrupted are compared with a fresh context (greedy_gaps), and all are counted.
 
 requests_per_s, tokens_per_s   over all clients, from the first request to the end of the last answer
 first_token_ms                 from sending a request to its first token, waiting for a sequence included
@@ -225,7 +225,7 @@ def wrong_texts(answers: Sequence[Answer], expected: Sequence[Answer]) -> list[s
 def gaps_of(
     answers: Sequence[Answer], moves: Sequence[Move], prompts: Sequence[list[int]], library: Path, model: Path
 ) -> tuple[list[str], float]:
-    """Hold answers that lived through a switch to a fresh context; give faults and the worst gap, logits."""
+    """Compare answers that a switch interrupted with a fresh context; give faults and the worst gap, logits."""
     moved = [one for one in answers if any(longest_silence(one, move) is not None for move in moves)]
     judged = [one for one in moved if len(one.tokens) > 1][:_MOST_JUDGED]
     texts = [([*prompts[one.prompt], *one.tokens], len(prompts[one.prompt])) for one in judged]
@@ -241,7 +241,7 @@ def summary(answers: Sequence[Answer], moves: Sequence[Move], faults: list[str])
             faults.append(f"prompt {one.prompt}: status {one.status}: {one.error}")
         elif len(one.tokens) != one.n_counted:
             faults.append(f"prompt {one.prompt}: {len(one.tokens)} tokens came of {one.n_counted}")
-    faults += [f"a switch ended so: {one.outcome}" for one in moves if one.outcome.get("status") != "switched"]
+    faults += [f"a switch ended as {one.outcome}" for one in moves if one.outcome.get("status") != "switched"]
     seconds = max(time for one in answers for time in one.times) - min(one.sent_at for one in answers)
     streams = [one for one in answers if len(one.times) > 1]
     pauses = [gap for move in moves for one in streams if (gap := longest_silence(one, move)) is not None]
@@ -313,14 +313,7 @@ async def _calm(port: int, prompts: Sequence[str]) -> list[Answer]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program.
-
-    Args:
-        arguments: words of the command line; None: the process's own.
-
-    Returns:
-        Exit code: 0 without faults, 1 with them.
-    """
+    """Run the program; its exit code is 0 without faults, 1 with them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=60.0)

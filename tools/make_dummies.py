@@ -45,7 +45,7 @@ def recipes() -> dict[str, list[tuple[str, str, object]]]:
 
 
 def default_folder() -> Path:
-    """Tell where models are kept when no folder is named."""
+    """Where models are kept when no folder is named."""
     return models_folder() / "dummies"
 
 
@@ -239,14 +239,7 @@ def _child(folder: Path, names: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program.
-
-    Args:
-        arguments: words of the command line; None: the process's own.
-
-    Returns:
-        Exit code: 0 when every model is there, 1 otherwise.
-    """
+    """Run the program; its exit code is 0 when every model is there, 1 otherwise."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--out", type=Path, default=None, help="folder (default: the user's cache)")

@@ -293,7 +293,7 @@ def _merge_profile(rows: list[dict[str, Any]], release: Release, chosen: dict[st
 
 
 def penalties_take_n_vocab(header: str) -> bool | None:
-    """Tell from a header whether ``llama_sampler_init_penalties`` takes the vocabulary's size first.
+    """Read from a header whether ``llama_sampler_init_penalties`` takes the vocabulary's size first.
 
     Args:
         header: C text.

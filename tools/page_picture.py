@@ -50,11 +50,7 @@ def picture(model: Path, width: int) -> bytes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program.
-
-    Args:
-        arguments: words of the command line; None: the process's own.
-    """
+    """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("-o", "--output", type=Path, default=Path("docs/page.png"))

@@ -323,14 +323,7 @@ def summary(soak: Soak, gaps: Sequence[greedy_gaps.Gaps]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program.
-
-    Args:
-        arguments: words of the command line; None: the process's own.
-
-    Returns:
-        Exit code: 0 when nothing went wrong and nothing grew, 1 otherwise, 2 for usage.
-    """
+    """Run the program; its exit code is 0 when nothing went wrong and nothing grew, 1 otherwise, 2 for usage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--switches", type=int, default=200, help="how many (default: 200)")

@@ -1,4 +1,4 @@
-"""One model's part of the sweep: opens sessions, switches them, and holds every cell to a context that never switched.
+"""One model's part of the sweep: switches sessions, and compares them with a context that never switched.
 
 Runs in a child of `sweep_switch`, which survives its death. Says on stdout, one JSON object a line, which cell it
 is in and where, and what came of it.
@@ -192,7 +192,7 @@ class Sweep:
         return Seen(carry, embeddings)
 
     def _switch_and_check(self, session: Session, target: Placement, cell: str) -> list[list[str]] | None:
-        """Switch, and hold everything to what it must be; returns the reasons of a refusal."""
+        """Switch and check everything; returns the reasons of a refusal."""
         origin = session.placement
         before = self._see(session)
         self._need_content(before)

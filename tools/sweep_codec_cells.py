@@ -173,7 +173,7 @@ class CodecSweep:
         return [self._read(taken, state, whole) for state in taken.parts.values()]
 
     def _read(self, taken: Taken, state: bytes, whole: StateImage | None) -> Judged:
-        """Read a state with nothing known and with more and more, write it again, and hold it to what was put in.
+        """Read a state with nothing known and with more and more, write it again, and compare it with what was put in.
 
         Args:
             taken: where it is from.
@@ -216,7 +216,7 @@ class CodecSweep:
         return levels
 
     def _session_facts(self, taken: Taken) -> statecodec.ModelFacts:
-        """What a session tells the codec before a switch."""
+        """What the codec knows of a session before a switch."""
         n_seq_max = codec_placement(taken.setting).n_seq_max
         facts = self.facts
         return statecodec.ModelFacts(
@@ -224,7 +224,7 @@ class CodecSweep:
         )
 
     def _need_content(self, taken: Taken, state: bytes, image: StateImage) -> None:
-        """Hold an image to what was put into the context: tokens, sequences, types."""
+        """Compare an image with what was put into the context: tokens, sequences, types."""
         need(image.n_bytes == len(state), f"{len(state)} bytes were read as {image.n_bytes}")
         need(image.content is statecodec.Content.FULL, f"a whole state reads as {image.content.value}")
         if not taken.has_memory:

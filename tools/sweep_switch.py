@@ -1,4 +1,4 @@
-"""Switch models of many architectures between every pair of modes; hold each to a context that never switched.
+"""Switch models of many architectures between every pair of modes, and compare each with a context that never switched.
 
     python -m tools.sweep_switch [--json] [--all | -k NAME ...] [--jobs N] [--lib PATH]
 
