@@ -1,4 +1,4 @@
-"""What a switch came to: one frozen object, told the same way by the API, the command line and the events.
+"""How a switch ended: one frozen object, the same in the API, on the command line and in the events.
 
 Law 4 of the switch lives in the types: requested and effective are two placements, each mode read from its own.
 """
@@ -131,7 +131,7 @@ class DevicePeak:
 
 @dataclass(frozen=True, slots=True)
 class SwitchOutcome:
-    """What a switch came to.
+    """How a switch ended.
 
     Args:
         status: how it ended.

@@ -25,13 +25,13 @@ from splitctl.ipc.jobs import Progress
 
 @dataclass(slots=True)
 class Talk:
-    """What is asked of a session, prompt after prompt.
+    """Prompts to a session, one after the other.
 
     Attributes:
         address: where the session is reached.
         sampler: how tokens are drawn.
         n_predict: most tokens of an answer; negative: no limit.
-        is_chat: apply the model's template, and remember what was said.
+        is_chat: apply the model's template, and keep the messages.
         messages: the chat so far.
     """
 
@@ -49,7 +49,7 @@ class Talk:
         return GenerateRequest(messages=messages, n_predict=self.n_predict, sampler=self.sampler)
 
     def remember(self, prompt: str, text: str) -> None:
-        """Note what was said, for the next prompt of a chat."""
+        """Keep prompt and answer for the next prompt of a chat."""
         if self.is_chat:
             self.messages += [ChatMessage("user", prompt), ChatMessage("assistant", text)]
 
@@ -57,7 +57,7 @@ class Talk:
 @click.command()
 @session_option
 @prompt_options
-@click.option("--chat", is_flag=True, help="Apply the model's chat template, and remember what was said.")
+@click.option("--chat", is_flag=True, help="Apply the model's chat template, and keep the conversation.")
 @predict_option
 @sampler_options
 @json_option
@@ -71,9 +71,9 @@ def attach(
     sampler: SamplerSpec,
     as_json: bool,
 ) -> int:
-    """Generate with a running session; without -p or -f, prompts are read line by line.
+    """Generate with a running session. Without -p or -f, prompts are read line by line.
 
-    A switch that happens meanwhile is told, and the answer goes on. Ctrl-C ends the answer, and at the prompt the
+    A switch during an answer is shown, and the answer goes on. Ctrl-C ends the answer; at the prompt it ends the
     command.
     """
     if as_json and prompt is None and prompt_file is None:
@@ -90,16 +90,7 @@ def attach(
 
 
 def answer_once(talk: Talk, prompt: str, screen: Screen, *, as_json: bool) -> ExitCode:
-    """Answer one prompt and show what came of it.
-
-    Args:
-        talk: the session and how to ask it.
-        prompt: the prompt.
-        screen: where to.
-        as_json: whether stdout gets one object.
-
-    Returns:
-        The exit status.
+    """Answer one prompt and show how that ended.
 
     Raises:
         SplitctlError: the host did not do it.
@@ -163,7 +154,7 @@ def _lines(screen: Screen, *, is_terminal: bool) -> Iterator[str]:
 
 
 def _answer(talk: Talk, prompt: str, screen: Screen) -> dict[str, Any]:
-    """Answer a prompt on the screen, with a line for whatever happens to the session meanwhile.
+    """Answer a prompt on the screen, with a line for each event of the session.
 
     Returns:
         How the stream ended, with `text` and `tokens`.
@@ -199,7 +190,7 @@ def _answer(talk: Talk, prompt: str, screen: Screen) -> dict[str, Any]:
 
 
 def _watched(watch: Client, screen: Screen) -> bool:
-    """Show what happened to the session; whether there may be more."""
+    """Show events of the session; return whether more may come."""
     try:
         for message in watch.read():
             if isinstance(message, ControlAnswer):
@@ -208,13 +199,13 @@ def _watched(watch: Client, screen: Screen) -> bool:
             if line:
                 screen.note(f"-- {line}")
     except HostGone:
-        # The stream tells its own end.
+        # The stream reports its own end.
         return False
     return True
 
 
 def _line_of(event: dict[str, Any]) -> str:
-    """Say an event of the session in one line; empty where it is not worth one."""
+    """Describe an event of the session in one line; empty for those that are not shown."""
     match event:
         case {"kind": "switch_ended", "outcome": dict() as outcome}:
             return outcome_line(outcome)

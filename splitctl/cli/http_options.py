@@ -1,4 +1,4 @@
-"""Flags of the HTTP server, with llama-server's names and variables; what they need is imported when they are used."""
+"""Flags of the HTTP server, with llama-server's names and variables; the server is imported when they are used."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def http_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command the flags; it gets ``http``: how to listen, or None where neither host nor port was named."""
 
     @click.option(
-        "--host", envvar="LLAMA_ARG_HOST", help=f"Serve HTTP on this address; {_DEFAULT_HOST} if only a port."
+        "--host", envvar="LLAMA_ARG_HOST", help=f"Serve HTTP on this address; {_DEFAULT_HOST} if only --port is given."
     )
     @click.option(
         "--port",
         type=click.IntRange(0, 65535),
         envvar="LLAMA_ARG_PORT",
-        help=f"Serve HTTP on this port; {_DEFAULT_PORT} if only a host. 0 takes a free one.",
+        help=f"Serve HTTP on this port; {_DEFAULT_PORT} if only --host is given, 0 takes a free one.",
     )
     @click.option(
         "--api-key",
@@ -40,23 +40,25 @@ def http_options(command: Callable[..., Any]) -> Callable[..., Any]:
         multiple=True,
         envvar="LLAMA_API_KEY",
         metavar="KEY",
-        help="Ask HTTP clients for this key; may be given several times. Safer from --api-key-file or LLAMA_API_KEY.",
+        help="Key that HTTP clients must send; can be given several times. --api-key-file and LLAMA_API_KEY are safer.",
     )
     @click.option(
         "--api-key-file",
         type=click.Path(path_type=Path),
         envvar="LLAMA_ARG_API_KEY_FILE",
         metavar="FILE",
-        help="Ask HTTP clients for one of the keys in this file, one a line.",
+        help="File with keys of which HTTP clients must send one, one a line.",
     )
-    @click.option("--cors", "origins", multiple=True, metavar="ORIGIN", help="Let pages of this origin use the server.")
+    @click.option(
+        "--cors", "origins", multiple=True, metavar="ORIGIN", help="Allow web pages of this origin to use the server."
+    )
     @click.option(
         "--slot-save-path",
         "save_folder",
         type=click.Path(path_type=Path),
         envvar="LLAMA_ARG_SLOT_SAVE_PATH",
         metavar="FOLDER",
-        help="Let HTTP clients save and restore the session in this folder.",
+        help="Folder in which HTTP clients can save and restore the session.",
     )
     @click.option(
         "--drain",
@@ -65,7 +67,7 @@ def http_options(command: Callable[..., Any]) -> Callable[..., Any]:
         default=3.0,
         show_default=True,
         metavar="S",
-        help="When told to end, give HTTP answers that are under way so long.",
+        help="When stopping, wait this long for HTTP answers that are under way.",
     )
     @functools.wraps(command)
     def wrapped(

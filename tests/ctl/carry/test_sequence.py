@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from splitctl.carry.sequence import RANDOM_SEED, SamplerSpec, no_logits, no_tokens
+from splitctl.carry.sequence import RANDOM_SEED, SAMPLER_PARAMS, SamplerSpec, no_logits, no_tokens
 from splitctl.errors import ConfigInvalid
 
 
@@ -25,6 +25,23 @@ def test_the_defaults_are_those_of_llama_cpp() -> None:
         "stop": (),
     }
     assert SamplerSpec().seed == RANDOM_SEED
+
+
+def test_every_field_can_be_given_everywhere() -> None:
+    """Each field has flags, a help text and a name in HTTP bodies of its own, and its default is that of the list."""
+    assert {name: param.default for name, param in SAMPLER_PARAMS.items()} == asdict(SamplerSpec())
+    flags = [flag for param in SAMPLER_PARAMS.values() for flag in param.flags]
+    assert len(set(flags)) == len(flags)
+    assert len({param.json_name for param in SAMPLER_PARAMS.values()}) == len(SAMPLER_PARAMS)
+    assert all(param.flags and param.help for param in SAMPLER_PARAMS.values())
+
+
+def test_a_random_seed_is_drawn_once() -> None:
+    """A seed that is given stays; a random one becomes a number that can be given again."""
+    assert SamplerSpec(seed=7).seeded() == SamplerSpec(seed=7)
+    drawn = SamplerSpec().seeded()
+    assert drawn.seed != RANDOM_SEED
+    assert drawn.seeded() == drawn
 
 
 @pytest.mark.parametrize(("temp", "is_greedy"), [(-1.0, True), (0.0, True), (1e-6, False), (0.8, False)])

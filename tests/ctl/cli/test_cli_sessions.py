@@ -17,6 +17,7 @@ import pytest
 from splitctl.carry.sequence import SamplerSpec
 from splitctl.control.client import Client, ControlAnswer, ControlEvent, ask, wait
 from splitctl.control.requests import EventsRequest, GenerateRequest, StatusRequest, SwitchRequest
+from splitctl.placement import Changes, SplitMode
 from tests.ctl.houses import GUARD_S, Host, House, house, served, stub_arguments
 from tests.stublib import needs_compiler
 
@@ -269,7 +270,7 @@ def test_on_a_terminal_an_interrupt_asks(home: House, tmp_path: Path, answer: st
 def test_hanging_up_leaves_a_switch_running(home: House, host: Host) -> None:
     """A client that goes away in the middle of a switch does not end it."""
     with Client(host.address, EventsRequest()) as watch:
-        with Client(host.address, SwitchRequest({"mode": "tensor"})) as client:
+        with Client(host.address, SwitchRequest(Changes(mode=SplitMode.TENSOR))) as client:
             next(_messages(client))
         for message in _messages(watch):
             if message.body.get("kind") == "switch_ended":

@@ -226,7 +226,7 @@ def test_a_client_that_does_not_read_is_left() -> None:
 
 def test_a_switch_is_cancelled_by_its_client_and_outlives_a_hung_up_one() -> None:
     """The control line cancels the switch; closing the connection leaves it running."""
-    request = SwitchRequest({"mode": "tensor"})
+    request = SwitchRequest(Changes(mode=SplitMode.TENSOR))
     with served() as here:
         with Client(here.address, request) as client:
             assert here.host.switch_began.wait(60)
