@@ -74,7 +74,7 @@ def check_adapters(adapters: Sequence[LoadedAdapter]) -> None:
 
 
 def resolve_threads(placement: Placement) -> Placement:
-    """Put numbers where the placement leaves the threads to us: one a physical core, as llama.cpp's programs do."""
+    """Replace a thread count of 0: one thread for each physical core, as llama.cpp's programs do."""
     n = placement.n_threads or psutil.cpu_count(logical=False) or os.cpu_count() or 1
     return dataclasses.replace(placement, n_threads=n, n_threads_batch=placement.n_threads_batch or n)
 

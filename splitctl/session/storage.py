@@ -60,9 +60,8 @@ class Storage:
     def __init__(self, live: LiveSession) -> None:
         """Work on a session's parts."""
         self._live = live
-        self._adapter_hashes: dict[str, str] = {}
         # Taken now: when a session has to be parked, an adapter or the library may be gone.
-        self._adapter_list = self._adapters()
+        self._adapters = tuple(Adapter(Path(one.path), _hash(one.path), one.scale) for one in live.engine.adapters)
         self._build = live.engine.library.build
 
     def save(self, path: str | os.PathLike[str], transfer: Transfer) -> int:
@@ -138,7 +137,7 @@ class Storage:
         return changes
 
     def _fitting(self, read: Carry) -> tuple[Callable[[], dict[int, Slot]], bool]:
-        """Refuse a carry of another session; give its sequences, and whether another layout wrote its state."""
+        """Refuse a carry of another model; return its sequences, and whether another layout wrote its state."""
         live = self._live
         mine = self._fingerprint(read.fingerprint.representation.state_version)
         differing = [one.field for one in carries.check_fits(read, mine) if one.field != "n_seq_max"]
@@ -229,13 +228,12 @@ class Storage:
         return Restored(recomputed=True, reason=f"the tokens were read again: {why}")
 
     def carry(self, sealed: SealedState | None) -> Carry:
-        """Give everything that travels, with a sealed state or without one; borrowed."""
+        """Return everything that travels, with a sealed state or without one; borrowed."""
         live = self._live
-        adapters = self._adapter_list
         return Carry(
             state=sealed.view if sealed is not None else memoryview(b""),
             sequences=tuple(slot.carry() for slot in live.used()),
-            adapters=adapters,
+            adapters=self._adapters,
             placement=live.placement,
             fingerprint=self._fingerprint(sealed.version if sealed is not None else 0),
         )
@@ -251,7 +249,7 @@ class Storage:
                 architecture=facts.architecture,
                 n_vocab=live.n_vocab,
                 rope=rope_settings(facts),
-                adapters=tuple((one.xxh3_128, one.scale) for one in self._adapter_list),
+                adapters=tuple((one.xxh3_128, one.scale) for one in self._adapters),
             ),
             Representation(
                 build=self._build,
@@ -264,25 +262,21 @@ class Storage:
             ),
         )
 
-    def _adapters(self) -> tuple[Adapter, ...]:
-        return tuple(Adapter(Path(one.path), self._hash(one.path), one.scale) for one in self._live.engine.adapters)
-
-    def _hash(self, path: str) -> str:
-        """Return the xxh3-128 of an adapter's file, read once."""
-        if path not in self._adapter_hashes:
-            digest = xxhash.xxh3_128()
-            with Path(path).open("rb") as file:
-                while chunk := file.read(_HASH_CHUNK):
-                    digest.update(chunk)
-            self._adapter_hashes[path] = digest.hexdigest()
-        return self._adapter_hashes[path]
-
     def _sampler(self, sequence: SequenceCarry | None) -> Sampler | None:
         if sequence is None or (not sequence.accepted.size and sequence.sampler == SamplerSpec()):
             return None
         sampler = Sampler(self._live.engine.library, sequence.sampler, self._live.n_vocab)
         sampler.replay(sequence.accepted.tolist(), sequence.n_draws)
         return sampler
+
+
+def _hash(path: str) -> str:
+    """Return the xxh3-128 of a file, hex."""
+    digest = xxhash.xxh3_128()
+    with Path(path).open("rb") as file:
+        while chunk := file.read(_HASH_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _fill(slot: Slot, sequence: SequenceCarry) -> None:
