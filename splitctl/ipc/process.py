@@ -1,11 +1,11 @@
-"""The parent's side of a worker: start it, follow its events, name its end, leave nothing running.
+"""The parent's side of a worker: start it, follow its events, say how it ended, leave nothing running.
 
 Laws:
     1. A worker leads a process group of its own: Ctrl-C on the terminal reaches the parent alone, which passes it on.
-    2. Its stdin is held open for as long as it may live; when the parent dies, even by SIGKILL, it reads end of file.
-    3. Whatever it and the library print goes to one pipe, of which the last lines are kept: an abort speaks there.
-    4. Nobody waits for a child to read: what it is sent lies here until it takes it, so one that is stopped holds up
-       nothing. SIGKILL ends it all the same.
+    2. Its stdin stays open for as long as it may live; when the parent dies, even by SIGKILL, it reads end of file.
+    3. Whatever it and the library print goes to one pipe, and its last lines are kept: an abort gives its reason there.
+    4. Nobody waits for a child to read: messages to it are queued here, so one that is stopped holds up nothing, and
+       SIGKILL still ends it.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class WorkerProcess:
 
         Args:
             anything: whether it has; at first it has, the request.
-            n_deadlines: how many times as long as others its silence is borne.
+            n_deadlines: how many deadlines it may be silent.
         """
         if anything is (self._expected_since is not None) and n_deadlines == self._n_deadlines:
             return
@@ -149,8 +149,8 @@ class WorkerProcess:
         """Follow the child until its last event.
 
         Args:
-            deadline_s: longest silence that is borne while something is expected, seconds; the child is killed after
-                it. Before its first event the child has 30 s in any case. None waits for ever.
+            deadline_s: longest silence while something is expected, seconds; the child is killed after it. Before its
+                first event the child has 30 s in any case. None waits for ever.
             is_cancelled: asked before every event and all through a silence; the child is killed at the first yes.
 
         Yields:
@@ -246,20 +246,20 @@ class WorkerProcess:
     def _ready(
         self, selector: selectors.BaseSelector, heard_at: float, deadline_s: float | None, *, is_polled: bool
     ) -> list[selectors.SelectorKey]:
-        """Wait for something to read, or for room to write; kill the child at the end of the silence that is borne."""
-        borne_until = self._silence_borne_until(heard_at, deadline_s)
-        left_s = None if borne_until is None else max(0.0, borne_until - time.monotonic())
+        """Wait for something to read, or for room to write; kill a child that is silent for too long."""
+        ends_at = self._silence_ends_at(heard_at, deadline_s)
+        left_s = None if ends_at is None else max(0.0, ends_at - time.monotonic())
         if is_polled:
             left_s = _POLL_S if left_s is None else min(left_s, _POLL_S)
         ready = [key for key, _ in selector.select(left_s)]
         # What is expected may have changed meanwhile, in another thread.
-        borne_until = self._silence_borne_until(heard_at, deadline_s)
-        if not ready and deadline_s is not None and borne_until is not None and time.monotonic() >= borne_until:
+        ends_at = self._silence_ends_at(heard_at, deadline_s)
+        if not ready and deadline_s is not None and ends_at is not None and time.monotonic() >= ends_at:
             self.kill()
             raise DeadlineExceeded(f"progress of the worker while {self._stage}", deadline_s * self._n_deadlines)
         return ready
 
-    def _silence_borne_until(self, heard_at: float, deadline_s: float | None) -> float | None:
+    def _silence_ends_at(self, heard_at: float, deadline_s: float | None) -> float | None:
         """Say when a child that is silent has been so for too long; None: never."""
         since = self._expected_since
         if deadline_s is None or since is None:

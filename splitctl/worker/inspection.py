@@ -11,7 +11,7 @@ from typing import Any
 
 from llama_native import Device, DeviceKind, Library, discover
 from llama_native.capabilities import CAPABILITIES
-from splitctl.ipc.jobs import DevicesRequest, DoctorRequest, JobEvent, JobRequest, Partial, Progress, ReserveRequest
+from splitctl.ipc.jobs import DoctorRequest, JobEvent, Partial, Progress, ReserveRequest
 from splitctl.probing import can_reserve, reserve
 
 _ENV_PREFIXES = ("GGML_", "LLAMA_", "CUDA_", "HIP_", "ROCR_", "NCCL_", "VK_", "GPU_DEVICE_ORDINAL", "OMP_")
@@ -25,38 +25,8 @@ _ENV_EFFECTS: Mapping[str, str] = {
 }
 
 
-def open_library(request: JobRequest, env: Mapping[str, str]) -> Library:
-    """Open the library that a request wants, with the devices of the RPC servers that it names.
-
-    Args:
-        request: names both, or leaves the library to be found.
-        env: the environment in which to look.
-
-    Returns:
-        The open library.
-
-    Raises:
-        NativeError: no library can be used, or one of the servers cannot.
-    """
-    library = Library.open(request.library, env=env)
-    library.add_rpc_servers(request.rpc)
-    return library
-
-
-def list_devices(request: DevicesRequest, env: Mapping[str, str]) -> dict[str, Any]:
-    """List the devices.
-
-    Args:
-        request: names the library, or leaves it to be found.
-        env: the environment in which to look.
-
-    Returns:
-        Keys library and devices.
-
-    Raises:
-        NativeError: no library can be used.
-    """
-    library = open_library(request, env)
+def list_devices(library: Library) -> dict[str, Any]:
+    """List the devices; keys library and devices."""
     return {"library": str(library.path), "devices": [device_body(one) for one in library.devices()]}
 
 
@@ -104,23 +74,20 @@ def examine(request: DoctorRequest, env: Mapping[str, str], emit: Callable[[JobE
     return body
 
 
-def reserve_buffers(
-    request: ReserveRequest, env: Mapping[str, str], emit: Callable[[JobEvent], None]
-) -> dict[str, Any]:
+def reserve_buffers(request: ReserveRequest, library: Library, emit: Callable[[JobEvent], None]) -> dict[str, Any]:
     """Report the library and its devices, and what contexts would take.
 
     Args:
         request: the placement and the sizes.
-        env: the environment in which to look.
+        library: the open library.
         emit: takes what is known before the library plans, in case that ends the process.
 
     Returns:
         Keys library and reservations.
 
     Raises:
-        NativeError: no library can be used, or it refuses the placement.
+        NativeError: the library refuses the placement.
     """
-    library = open_library(request, env)
     body: dict[str, Any] = {
         "library": {
             "path": str(library.path),

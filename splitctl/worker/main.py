@@ -130,24 +130,24 @@ def _answer(
     if cancel.is_set():
         return failure_of(Cancelled("the start"))
     try:
+        if isinstance(request, DoctorRequest):
+            return Result(inspection.examine(request, env, emit))
+        library = Library.open(request.library, env=env)
+        library.add_rpc_servers(request.rpc)
         match request:
             case DevicesRequest():
-                return Result(inspection.list_devices(request, env))
-            case DoctorRequest():
-                return Result(inspection.examine(request, env, emit))
-            case ProbeRequest():
-                return Result(_probe(request, env, emit, cancel.is_set))
-            case VerifyRequest():
-                return Result(_verify(request, env, emit, cancel.is_set))
+                return Result(inspection.list_devices(library))
             case ReserveRequest():
-                return Result(inspection.reserve_buffers(request, env, emit))
+                return Result(inspection.reserve_buffers(request, library, emit))
+        _forward_log(library)
+        match request:
+            case ProbeRequest():
+                return Result(_probe(request, library, emit, cancel.is_set))
+            case VerifyRequest():
+                return Result(_verify(request, library, emit, cancel.is_set))
             case RunRequest():
-                library = inspection.open_library(request, env)
-                _forward_log(library)
                 return running.run(request, library, env, emit, cancel)
             case HostRequest():
-                library = inspection.open_library(request, env)
-                _forward_log(library)
                 return serving.serve(request, library, env, emit, inbox, cancel)
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent gets to know it
         failure = failure_of(error, model=model)
@@ -157,11 +157,9 @@ def _answer(
 
 
 def _probe(
-    request: ProbeRequest, env: Mapping[str, str], emit: Emitter, is_cancelled: Callable[[], bool]
+    request: ProbeRequest, library: Library, emit: Emitter, is_cancelled: Callable[[], bool]
 ) -> dict[str, object]:
     """Try a placement."""
-    library = inspection.open_library(request, env)
-    _forward_log(library)
     verdict = try_placement(
         library,
         str(request.model),
@@ -173,11 +171,9 @@ def _probe(
 
 
 def _verify(
-    request: VerifyRequest, env: Mapping[str, str], emit: Emitter, is_cancelled: Callable[[], bool]
+    request: VerifyRequest, library: Library, emit: Emitter, is_cancelled: Callable[[], bool]
 ) -> dict[str, object]:
     """Measure a placement; what is known is sent on the way, because the next step may be the last."""
-    library = inspection.open_library(request, env)
-    _forward_log(library)
     devices = [device.name for device in library.devices(memory=False)]
     emit(jobs.Partial({"library": {"path": str(library.path), "version": library.version, "devices": devices}}))
     return measure(
