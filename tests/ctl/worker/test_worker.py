@@ -29,6 +29,7 @@ from splitctl.ipc.jobs import (
     Piece,
     ProbeRequest,
     Progress,
+    ReserveRequest,
     Result,
     RunRequest,
     VerifyRequest,
@@ -53,6 +54,7 @@ _REQUESTS: list[JobRequest] = [
     DoctorRequest(Path("/a b/lib.so")),
     ProbeRequest(Path("m.gguf"), None, _PLACEMENT),
     VerifyRequest(Path("m.gguf"), None, _PLACEMENT, (), "text\n", 8, 2, Path("/r"), None, Path("/k")),
+    ReserveRequest(Path("m.gguf"), None, _PLACEMENT, ((8, 4, 2), (16, 8, 4)), ("host:1",)),
     HostRequest(Path("m.gguf"), None, ("host:1",), (5, 6)),
     RunRequest(
         model=Path("m.gguf"),
@@ -128,6 +130,7 @@ def test_an_event_that_is_almost_right_is_refused(line: bytes) -> None:
         b'{"kind":"run","model":"m"}',
         b'{"kind":"probe","model":"m","library":null,"placement":{"mode":"sideways"}}',
         b'{"kind":"probe","model":3,"library":null,"placement":{}}',
+        b'{"kind":"reserve","model":"m","library":null,"placement":{},"sizes":[[1,2]]}',
         b'{"kind":"devices","library":null,"more":1}',
         b'{"kind":"bang"}',
     ],
