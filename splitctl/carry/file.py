@@ -56,7 +56,7 @@ class Carry:
         placement: where it was made.
         fingerprint: what it belongs to.
 
-    Lifetime: state and arrays are borrowed as given; who mutates them breaks the seal.
+    Lifetime: state and arrays are borrowed; changing them breaks the seal.
     """
 
     state: memoryview
@@ -71,11 +71,7 @@ class Carry:
         return sum(one.tokens.size for one in self.sequences)
 
     def problems(self) -> tuple[str, ...]:
-        """Say what contradicts itself.
-
-        Returns:
-            One phrase a contradiction; empty when the carry is sound.
-        """
+        """Return what contradicts itself, one phrase each; empty when the carry is sound."""
         found = [f"sequence {one.seq_id}: {text}" for one in self.sequences for text in one.problems()]
         if found:
             return tuple(found)
@@ -144,7 +140,7 @@ def verify(sealed: SealedCarry, path: Path | None = None) -> None:
 
 
 def check(path: Path, words: Words, tensors: Mapping[str, NDArray[Any]], checksums: Mapping[str, str]) -> None:
-    """Check that a carry which lies open, tensor by tensor, is what was sealed.
+    """Check that a carry whose tensors are at hand one by one is what was sealed.
 
     Args:
         path: where, for the message.
@@ -220,13 +216,7 @@ def read(path: Path) -> SealedCarry:
 
 
 def to_bytes(sealed: SealedCarry) -> bytes:
-    """Give a sealed carry as the bytes of its file.
-
-    Args:
-        sealed: the sealed carry; copied, so one with a large state is better written.
-
-    Returns:
-        What :func:`from_bytes` reads.
+    """Return a sealed carry as the bytes of its file, a copy; :func:`from_bytes` reads them.
 
     Raises:
         ValueError: its description is larger than a reader accepts.
@@ -235,13 +225,7 @@ def to_bytes(sealed: SealedCarry) -> bytes:
 
 
 def from_bytes(packed: bytes) -> SealedCarry:
-    """Read a carry from the bytes of its file and verify every byte of it.
-
-    Args:
-        packed: the bytes.
-
-    Returns:
-        The sealed carry, in memory of its own.
+    """Read a carry from the bytes of its file, into memory of its own, and verify every byte of it.
 
     Raises:
         CarryDamaged: they are not a carry, or damaged; it says what was found.

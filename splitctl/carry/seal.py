@@ -1,6 +1,6 @@
 """A sealed carry in an arena: put there whole, and taken out again by whoever holds the memory.
 
-Law: nothing of it is believed before its checksums have been held against it.
+Law: nothing of it is used before its checksums have been verified.
 """
 
 from __future__ import annotations

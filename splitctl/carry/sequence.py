@@ -28,7 +28,7 @@ _F64_MAX = sys.float_info.max
 
 @dataclass(frozen=True, slots=True)
 class SamplerParam:
-    """What is known of a field of `SamplerSpec` wherever it can be given.
+    """What flags, HTTP bodies and errors know of a field of `SamplerSpec`.
 
     Attributes:
         default: llama.cpp's; its type is the field's.
@@ -142,7 +142,7 @@ class SamplerSpec:
 
 
 SAMPLER_PARAMS: Mapping[str, SamplerParam] = {one.name: one.metadata["param"] for one in fields(SamplerSpec)}
-"""Field of `SamplerSpec` -> what is known of it, in the order of the fields."""
+"""What is known of each field of `SamplerSpec`, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,20 +163,12 @@ class Token:
 
 
 def no_tokens() -> NDArray[np.int32]:
-    """Give an empty row of tokens.
-
-    Returns:
-        int32[0].
-    """
+    """Return an empty row of tokens: int32[0]."""
     return np.empty(0, np.int32)
 
 
 def no_logits() -> NDArray[np.float32]:
-    """Give logits of no row.
-
-    Returns:
-        float32[0, 0].
-    """
+    """Return logits of no row: float32[0, 0]."""
     return np.empty((0, 0), np.float32)
 
 
@@ -205,11 +197,11 @@ class SequenceCarry:
         logits: float32[n_outputs, n_vocab], C order: the rows of the last decode that belong to this sequence.
         output_ids: int32[n_outputs], for each row its place in the batch of that decode.
         sampler: how the next token is chosen.
-        accepted: int32[k], tokens that the sampler has been told, oldest first (penalties look back at them).
+        accepted: int32[k], tokens that the sampler accepted, oldest first (penalties look back at them).
         n_draws: random draws made since the seed was set.
         encoder_tokens: int32[m], what the encoder read; empty for a model without one.
 
-    Lifetime: the arrays are borrowed as given; who mutates them breaks the seal.
+    Lifetime: the arrays are borrowed; changing them breaks the seal.
     """
 
     seq_id: int
@@ -223,11 +215,7 @@ class SequenceCarry:
     encoder_tokens: NDArray[np.int32]
 
     def problems(self) -> tuple[str, ...]:
-        """Say what contradicts itself, so that a carry read from anywhere can be judged by one rule.
-
-        Returns:
-            One phrase a contradiction; empty when the sequence is sound.
-        """
+        """Return what contradicts itself, one phrase each; empty when the sequence is sound."""
         n_tokens = self.tokens.size
         rows = (
             ("seq_id is negative", self.seq_id < 0),

@@ -1,10 +1,10 @@
-"""The file of a carry: the safetensors library reads and writes it, and what it leaves open is closed here.
+"""The file of a carry: the safetensors library reads and writes it, with checks that the library leaves out.
 
 The library checks the header, its offsets and its cover of the file, and takes tensors from where they lie in memory
 (0.8 and later). It does not cap a header below 100 MB, tell a pipe from a file, sync, or keep a link; this module and
 ``durable`` do.
 
-Law: no number of a file reaches an allocation before it has been held against the size of the file.
+Law: no number in a file is used for an allocation before it has been checked against the size of the file.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def _array(name: str, about: Mapping[str, Any]) -> NDArray[Any]:
 
 
 def _header_bytes(path: Path) -> int:
-    """Hold a file's kind and the size of its header against each other; returns the size.
+    """Check a file's kind and the size of its header; returns that size.
 
     Raises:
         OSError: it cannot be read.

@@ -1,4 +1,4 @@
-"""What a carry says in words: everything of it that is not a tensor, to JSON texts and back, strictly.
+"""Everything of a carry that is not a tensor, to JSON texts and back, strictly.
 
 Laws:
     1. ``from_texts(to_texts(d))`` says the same as ``d``, and ``to_texts`` of that gives the same texts.

@@ -1,7 +1,7 @@
-"""What a client may ask of a host over its control socket, and the words of an answer's stream.
+"""What a client may ask of a host over its control socket.
 
 Laws:
-    1. A request is one line, read by `wire` and by nothing else: what a field may hold stands here.
+    1. A request is one line, read by `wire` alone; the classes here say what a field may hold.
     2. What a request builds is bounded by the length of its line, `MAX_REQUEST_BYTES`.
 """
 

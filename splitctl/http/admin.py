@@ -1,4 +1,4 @@
-"""What a person or a manager asks of a server: how it is, the switch and what happens to it, files.
+"""Routes for people and managers: status, the switch, events and files.
 
 Laws:
     1. A file is a base name in the one folder that was named at the start; without one there are no files.
@@ -135,7 +135,7 @@ class Admin:
         return JSONResponse({**known, "placement": status.get("placement"), "modes": await self._judgements(status)})
 
     async def switch(self, request: Request) -> Response:
-        """Move the session; the outcome says how that ended, whatever the outcome is."""
+        """Move the session; every outcome is an answer with status 200."""
         self._refuse_closed()
         body = await self._intake.small(request)
         is_dry = body.pop("dry_run", False)
@@ -164,12 +164,12 @@ class Admin:
         return JSONResponse({"cancelled": True})
 
     async def events(self, request: Request) -> Response:
-        """Tell what happens to the session from now on, one event a line group."""
+        """Send what happens to the session from now on."""
         del request
         if self._n_watchers >= self._intake.limits.n_watchers:
             raise ApiError(429, f"{self._n_watchers} clients watch already", code="busy")
         self._n_watchers += 1
-        return EventStream(self._told(), on_gone=self._unwatched, write_s=self._intake.limits.write_s)
+        return EventStream(self._events(), on_gone=self._unwatched, write_s=self._intake.limits.write_s)
 
     async def save(self, request: Request) -> Response:
         """Write the session to a file of the folder."""
@@ -209,7 +209,7 @@ class Admin:
     def _unwatched(self) -> None:
         self._n_watchers -= 1
 
-    async def _told(self) -> AsyncGenerator[bytes, None]:
+    async def _events(self) -> AsyncGenerator[bytes, None]:
         yield comment("events of the session")
         events = aiter(self._host.subscribe())
         pending: asyncio.Future[Any] | None = None
@@ -247,7 +247,7 @@ class Admin:
 
 
 def _without_folder(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Tell the file's name and not where it lies."""
+    """Show the file's name without its folder."""
     return {**model, "path": str(model.get("path") or "").rpartition("/")[2]}
 
 

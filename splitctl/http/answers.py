@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes, with llama-server's timings beside: whole ones, and the chunks of a stream. Pure."""
+"""Answers in OpenAI's format with llama-server's timings: whole ones, and the chunks of a stream. Pure."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Laws:
     1. A field that would change the answer and cannot be honoured is refused; one that changes nothing is ignored.
-    2. Nothing is built from a body before its size has been judged.
+    2. Nothing is built from a body before its size has been checked.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from splitctl.ipc.wire import shown
 Body = Mapping[str, Any]
 
 #: Stop texts of one request, and characters of one.
-MAX_STOPS, MAX_STOP_CHARS = 16, 1024
+_MAX_STOPS, _MAX_STOP_CHARS = 16, 1024
 #: Characters of the name that a client uses for the model, and of a role.
-MAX_MODEL_CHARS, MAX_ROLE_CHARS = 256, 64
+_MAX_MODEL_CHARS, _MAX_ROLE_CHARS = 256, 64
 
 _MAX_MESSAGES = 4096
 _MAX_TOKENS = 2**31 - 1
@@ -126,8 +126,8 @@ def _asked(body: Body, model: str, most: str, *, is_chat: bool, **prompt: Any) -
         raise ApiError(400, str(error), param=error.field) from error
     name = body.get("model", model)
     # Every chunk of a stream repeats it.
-    if name is not None and not (isinstance(name, str) and len(name) <= MAX_MODEL_CHARS):
-        raise _wrong("model", name, f"a text of {MAX_MODEL_CHARS} characters at most")
+    if name is not None and not (isinstance(name, str) and len(name) <= _MAX_MODEL_CHARS):
+        raise _wrong("model", name, f"a text of {_MAX_MODEL_CHARS} characters at most")
     with_usage = bool(options) and _flag(options or {}, "include_usage")
     texts = [one.content for one in request.messages or ()] if request.prompt is None else [request.prompt]
     n_bytes = sum(len(one.encode()) for one in texts)
@@ -159,10 +159,10 @@ def _stops(value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
     stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(one, str) for one in stops):
-        raise _wrong("stop", value, f"a text, or a list of {MAX_STOPS} texts at most")
-    if not all(0 < len(one) <= MAX_STOP_CHARS for one in stops):
-        raise _wrong("stop", "an empty or very long text", f"texts of 1 to {MAX_STOP_CHARS} characters")
+    if not isinstance(stops, list) or len(stops) > _MAX_STOPS or not all(isinstance(one, str) for one in stops):
+        raise _wrong("stop", value, f"a text, or a list of {_MAX_STOPS} texts at most")
+    if not all(0 < len(one) <= _MAX_STOP_CHARS for one in stops):
+        raise _wrong("stop", "an empty or very long text", f"texts of 1 to {_MAX_STOP_CHARS} characters")
     return tuple(_text("stop", one) for one in stops)
 
 
@@ -170,7 +170,7 @@ def _message(value: Any, where: str) -> ChatMessage:
     if not isinstance(value, dict):
         raise _wrong(where, value, "an object with role and content")
     role, content = value.get("role"), value.get("content")
-    if not isinstance(role, str) or not 0 < len(role) <= MAX_ROLE_CHARS:
+    if not isinstance(role, str) or not 0 < len(role) <= _MAX_ROLE_CHARS:
         raise _wrong(f"{where}.role", role, "system, user or assistant")
     if isinstance(content, list):
         content = "".join(_part(one, f"{where}.content[{index}]") for index, one in enumerate(content))

@@ -1,10 +1,10 @@
 """OpenAI's answers over a hosted session: /v1/chat/completions, /v1/completions and /v1/models.
 
 Laws:
-    1. Who hangs up frees its sequence, at once.
-    2. A stream has its status before its first byte: what can be refused within a while is refused with a status, and
-       only what goes wrong later is an error within the stream.
-    3. Silence is filled with comments, so that no proxy takes a switch for a dead server.
+    1. A client that hangs up frees its sequence at once.
+    2. An error before the first token is an HTTP status where it comes soon enough; a later one is an event of the
+       stream.
+    3. Pauses are filled with comments, so that no proxy takes a switch for a dead server.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAX_BYTES_PER_TOKEN = 512
 
 
 class _Answer:
-    """What one answer takes, from the begin of its stream until it is over."""
+    """The resources of one answer, from the start of its stream to its end."""
 
     def __init__(self, chat: Chat, n_bytes: int) -> None:
         self._chat = chat
@@ -47,7 +47,7 @@ class _Answer:
         self.stream: TokenStream | None = None
 
     def end(self) -> None:
-        """Give everything back, once; a stream that goes on is cancelled."""
+        """Release everything, once; a stream that goes on is cancelled."""
         if self.stream is not None:
             self.stream.cancel()
         if not self._is_over:
@@ -67,7 +67,7 @@ class Chat:
         Args:
             host: does the work.
             intake: reads bodies.
-            on_done: told how every answer ended.
+            on_done: called with the end of every answer.
         """
         self._host = host
         self._intake = intake
@@ -79,18 +79,14 @@ class Chat:
         self._idle.set()
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests, and wait until those under way are answered, or the time is over."""
+        """Refuse new requests, and wait until those under way are answered, at most ``seconds``."""
         self._is_draining = True
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
 
     def ended(self, n_bytes: int) -> None:
-        """Note that an answer is over.
-
-        Args:
-            n_bytes: of its request.
-        """
+        """Note that the answer to a request of ``n_bytes`` is over."""
         self._n_open -= 1
         self._n_held -= n_bytes
         if not self._n_open:
@@ -120,7 +116,7 @@ class Chat:
         return await self._complete(request, bodies.chat)
 
     async def completions(self, request: Request) -> Response:
-        """Go on from a prompt."""
+        """Complete a prompt."""
         return await self._complete(request, bodies.completion)
 
     async def _complete(self, request: Request, read: Callable[[Body, str], Asked]) -> Response:
@@ -208,12 +204,12 @@ class Chat:
         return JSONResponse(form.whole("".join(one.text for one in pieces), done, tokens))
 
     async def _chunks(self, stream: TokenStream, form: Form, event: Any) -> AsyncGenerator[bytes, None]:
-        """Give the bytes of a stream.
+        """Yield the bytes of a stream.
 
         Args:
             stream: its events.
             form: what the chunks have in common.
-            event: the first event, which is there already; None where it was not worth waiting for.
+            event: the first event, which has come already; None if it has not come within a while.
         """
         if (opening := form.first()) is not None:
             yield answers.data(opening)
@@ -241,10 +237,10 @@ class Chat:
         return [answers.data(form.last(done)), *counts, answers.DONE]
 
     async def _first_of(self, stream: TokenStream) -> Any:
-        """Wait for the first event that says that something will come; an error before it is a status.
+        """Wait for the first event that shows that tokens will come; raise an error that comes before it.
 
         Returns:
-            The event; None where none came for a while: then it is time for a client to hear anything at all.
+            The event; None if none came within a while, so that the client gets its headers.
         """
         room = room_of(self._host.status().get("placement") or {})
         with suppress(TimeoutError):
@@ -259,7 +255,7 @@ class Chat:
         return None
 
     def _failure(self, done: Done) -> ApiError | None:
-        """Give the error of an answer that did not come, or not to its end."""
+        """Return the error of an answer that failed; None if it ended well."""
         if done.why is Why.CONTEXT and not done.n_predicted:
             message = done.message or f"the prompt of {done.n_prompt} tokens does not fit the context"
             return ApiError(400, message, code="context_length_exceeded")

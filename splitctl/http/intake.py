@@ -1,7 +1,7 @@
-"""Reads bodies, each within its bound, its time and what all of them together may take.
+"""Reads request bodies, within limits on size, time and the total of all clients.
 
 Laws:
-    1. A body is never held beyond its bound, nor waited for beyond its time.
+    1. A body is never kept beyond its size limit, nor waited for beyond its time limit.
     2. Nothing is built from a body before its size, and the number of values in it, have been judged.
 """
 
