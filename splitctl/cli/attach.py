@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -98,6 +99,9 @@ def answer_once(talk: Talk, prompt: str, screen: Screen, *, as_json: bool) -> Ex
     body = _answer(talk, prompt, screen)
     screen.end_text()
     code = _code_of(body)
+    if code is ExitCode.CANCELLED:
+        # It is told once, whatever comes now.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     message = str(body["message"] or "the answer was ended by Ctrl-C")
     if code is ExitCode.DONE:
         screen.line(_rates(body))

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.ctl.houses import run_here
+from tests.ctl.houses import house, run_here, served, stub_arguments
 from tests.stublib import build, needs_compiler, write_model
 
 _ROOT = Path(__file__).parents[3]
@@ -523,6 +523,21 @@ def test_more_ctrl_c_until_the_very_end_changes_nothing(prompt: tuple[str, str],
     assert done.returncode == 130, done.stderr.decode()
     assert b"Traceback" not in done.stderr
     assert _json(done)["exit_code"] == 130
+
+
+@needs_compiler
+@pytest.mark.stub
+def test_more_ctrl_c_until_the_very_end_of_an_answer_changes_nothing(tmp_path: Path) -> None:
+    """The same with attach: the answer of a host is cancelled, and that is told once."""
+    with house() as home, served(home, *stub_arguments(tmp_path)) as host:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _INTERRUPTED, "attach", "-p", "hello", "--temp", "0", "--json"],
+            env=home.env(), capture_output=True, timeout=_GUARD_S, check=False,
+        )  # fmt: skip
+        assert done.returncode == 130, done.stderr.decode()
+        assert b"Traceback" not in done.stderr
+        assert _json(done)["error"]["message"] == "the answer was ended by Ctrl-C"
+        assert host.end()[0] == 0
 
 
 @needs_compiler
