@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
-from splitctl.carry.sequence import Token
 from splitctl.errors import ConfigInvalid, ContextFull, Parked
 from splitctl.ipc.jobs import Fault
 from splitctl.ipc.orders import Drawn, Ended, Forgot, Reading, Report, Start, Step
@@ -96,7 +95,7 @@ class Batcher:
     def halt(self, number: int) -> None:
         """End a stream; its sequence keeps what it holds."""
         if number in self._streams:
-            self._end(self._streams[number], Ended(number, "halted"))
+            self._end(self._streams[number], "halted")
 
     def turn(self) -> None:
         """Read a piece of the first prompt that can be read, and step every stream that generates.
@@ -124,7 +123,7 @@ class Batcher:
             elif self._session.placement.kv_unified and any(one.is_admitted for one in self._streams.values()):
                 return
             else:
-                self._end(stream, _full(stream, full))
+                self._end(stream, full)
 
     def _n_promised(self) -> int:
         """Count the cells that prompts which were let begin have still to take; nothing where each has its own."""
@@ -148,7 +147,7 @@ class Batcher:
         stream.read_ms += (perf_counter() - started) * 1e3
         self._report_reading(stream)
         if stream.is_generating and stream.order.n_predict == 0:
-            self._end(stream, Ended(stream.order.stream, "length"))
+            self._end(stream, "length")
 
     def _report_reading(self, stream: _Stream) -> None:
         n_whole = len(stream.order.tokens) - (stream.filling.pending is not None)
@@ -164,32 +163,29 @@ class Batcher:
         if not streams:
             return
         started = perf_counter()
-        drawn = self._session.step([one.seq_id for one in streams])
+        results = self._session.step([one.seq_id for one in streams])
         ms = (perf_counter() - started) * 1e3
-        tokens = {one.order.stream: self._booked(one, drawn[one.seq_id]) for one in streams}
-        self._report(Step(tuple(one for one in tokens.values() if one is not None), ms))
+        drawn: list[Drawn] = []
+        ends: list[tuple[_Stream, str | Exception]] = []
         for stream in streams:
-            result = drawn[stream.seq_id]
+            result = results[stream.seq_id]
             if isinstance(result, Exception):
-                self._end(stream, _ended(stream.order.stream, result))
-            elif result.is_end:
-                self._end(stream, Ended(stream.order.stream, "eos"))
-            elif stream.n_made == stream.order.n_predict:
-                self._end(stream, Ended(stream.order.stream, "length"))
-
-    def _booked(self, stream: _Stream, result: Token | Exception) -> Drawn | None:
-        if isinstance(result, Exception):
-            return None
-        stream.n_made += 1
-        return Drawn(
-            stream.order.stream, result.id, result.piece, self._session.n_draws(stream.seq_id), is_end=result.is_end
-        )
+                ends.append((stream, result))
+                continue
+            stream.n_made += 1
+            n_draws = self._session.n_draws(stream.seq_id)
+            drawn.append(Drawn(stream.order.stream, result.id, result.piece, n_draws, is_end=result.is_end))
+            if result.is_end or stream.n_made == stream.order.n_predict:
+                ends.append((stream, "eos" if result.is_end else "length"))
+        self._report(Step(tuple(drawn), ms))
+        for stream, why in ends:
+            self._end(stream, why)
 
     def _fitting(self, streams: list[_Stream]) -> list[_Stream]:
         """End streams until the others fit into one more decode."""
         if not self._session.placement.kv_unified:
             for stream in [one for one in streams if self._session.why_full(one.seq_id, self._n_next(one))]:
-                self._end(stream, Ended(stream.order.stream, "context"))
+                self._end(stream, "context")
                 streams = [one for one in streams if one is not stream]
             return streams
         while streams:
@@ -197,7 +193,7 @@ class Batcher:
             if self._make_room(streams[0].seq_id, n_wanted) is None:
                 break
             largest = max(streams, key=lambda one: self._session.n_held(one.seq_id))
-            self._end(largest, Ended(largest.order.stream, "context"))
+            self._end(largest, "context")
             streams = [one for one in streams if one is not largest]
         return streams
 
@@ -228,25 +224,19 @@ class Batcher:
             work()
         except Parked:
             raise
-        except ContextFull as error:
-            for stream in streams:
-                self._end(stream, _full(stream, error))
         except Exception as error:  # noqa: BLE001 - whatever it is, others are served on
             for stream in streams:
-                self._end(stream, _ended(stream.order.stream, error))
+                self._end(stream, error)
 
-    def _end(self, stream: _Stream, report: Ended) -> None:
-        if self._streams.pop(stream.order.stream, None) is not None:
+    def _end(self, stream: _Stream, why: str | Exception) -> None:
+        number = stream.order.stream
+        if self._streams.pop(number, None) is not None:
             self._touch(stream.seq_id)
-            self._report(report)
+            self._report(Ended(number, why) if isinstance(why, str) else _ended(number, why))
 
     def _touch(self, seq_id: int) -> None:
         self._clock += 1
         self._used_at[seq_id] = self._clock
-
-
-def _full(stream: _Stream, error: ContextFull) -> Ended:
-    return Ended(stream.order.stream, "context", Fault.CONFIG, str(error))
 
 
 def _ended(number: int, error: Exception) -> Ended:
@@ -254,4 +244,5 @@ def _ended(number: int, error: Exception) -> Ended:
     failure = failure_of(error)
     if failure.fault is Fault.INTERNAL:
         traceback.print_exception(error)
-    return Ended(number, "error", failure.fault, failure.message)
+    why = "context" if isinstance(error, ContextFull) else "error"
+    return Ended(number, why, failure.fault, failure.message)
