@@ -42,8 +42,8 @@ from llama_native.context import fill_context_params
 from llama_native.model import fill_model_params
 from splitctl import FlashAttn, Placement, Proof, SamplerSpec, Session, SplitMode, SwitchStatus
 from splitctl.engine.engine import context_params, model_params
-from tools.make_dummies import default_folder, make_big
-from tools.places import small_model
+from tools.make_dummies import make_big
+from tools.places import default_folder, small_model
 
 N_RESAMPLES = 2000
 #: Resamples lie between these quantiles.

@@ -28,7 +28,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -37,9 +36,8 @@ from splitctl.placement import Placement, SplitMode
 from tools.check_gpu_short import shortage
 from tools.children import run_child
 from tools.gpu_meter import HOST, Driver, Meter, Setup, group_of, visible_gpus
-from tools.make_dummies import default_folder
 from tools.make_large import SHAPES, make_large
-from tools.places import CHECKOUT
+from tools.places import CHECKOUT, default_folder
 
 _MIB = 1024 * 1024
 #: How much too high a prediction may be: a share of what was measured, or so many bytes.
@@ -51,19 +49,6 @@ _N_GENERATE = 24
 _STATE_TOKENS = 10_000
 _N_ROUNDS = 3
 _LAYER, _TENSOR = SplitMode.LAYER, SplitMode.TENSOR
-
-
-@dataclass(slots=True)
-class Result:
-    """What everything came to.
-
-    Args:
-        body: by part.
-        failures: what is wrong.
-    """
-
-    body: dict[str, Any] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)
 
 
 def ask(*arguments: str) -> dict[str, Any]:
@@ -252,28 +237,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     parts = options.parts.split(",")
     setup = setup_of(options.lib, options.device.split(","))
-    result = Result(_about(setup))
+    body, failures = _about(setup), list[str]()
     names = options.models.split(",")
     models = {name: make_large(options.folder, name) for name in names}
     told = partial(_show, file=sys.stderr if options.json else sys.stdout)
     if "accuracy" in parts:
-        rows = result.body["accuracy"] = []
+        rows = body["accuracy"] = []
         for name, path in models.items():
             for row in check_accuracy(setup, name, path, options.sizes):
                 rows.append(row)
                 told(row)
-        result.failures += [_failure(row) for row in rows if not row["within"]]
+        failures += [_failure(row) for row in rows if not row["within"]]
     if "rates" in parts:
-        found = result.body["rates"] = measure_rates(setup, models[names[0]], options.state)
+        found = body["rates"] = measure_rates(setup, models[names[0]], options.state)
         told(found)
-        result.failures += [found["trouble"]] if "trouble" in found else []
+        failures += [found["trouble"]] if "trouble" in found else []
     if "short" in parts:
-        found = result.body["short"] = shortage(setup, models[names[0]], options.sizes[0])
+        found = body["short"] = shortage(setup, models[names[0]], options.sizes[0])
         told(found)
-        result.failures += found["failures"]
-    result.body |= {"failed": len(result.failures), "failures": result.failures}
-    print(json.dumps(result.body) if options.json else _sentence(result.body))
-    return 1 if result.failures else 0
+        failures += found["failures"]
+    body |= {"failed": len(failures), "failures": failures}
+    print(json.dumps(body) if options.json else _sentence(body))
+    return 1 if failures else 0
 
 
 def _about(setup: Setup) -> dict[str, Any]:

@@ -30,8 +30,8 @@ from splitctl.planning.cells import cache_tensors
 from splitctl.planning.memory import DeviceFacts, ModePlan, plan_mode
 from tools.check_plan_child import settled
 from tools.children import run_child
-from tools.make_dummies import default_folder, make_many
-from tools.places import builds_folder, models_folder
+from tools.make_dummies import make_many
+from tools.places import builds_folder, default_folder, models_folder
 from tools.rpc_server import served
 
 _MIB = 1024 * 1024

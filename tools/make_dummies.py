@@ -15,6 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from llama_native import Library, NativeError
 from llama_native.user_model import MetaKind, MetaValue, TensorSlot, create_tensors
 from tools.children import run_child, say
 from tools.gguf_out import write_gguf
-from tools.places import models_folder
+from tools.make_large import Shape
+from tools.places import default_folder
 
 #: Part of every recipe's hash: raise it when the weights are drawn in another way.
 RECIPE_EPOCH = 1
@@ -42,11 +44,6 @@ def recipes() -> dict[str, list[tuple[str, str, object]]]:
     """
     text = resources.files("splitctl").joinpath("data", "dummy-recipes.json").read_text(encoding="utf-8")
     return {name: [(key, kind, value) for key, kind, value in items] for name, items in json.loads(text).items()}
-
-
-def default_folder() -> Path:
-    """Where models are kept when no folder is named."""
-    return models_folder() / "dummies"
 
 
 def model_path(folder: Path, name: str, recipe: Sequence[tuple[str, str, object]]) -> Path:
@@ -139,50 +136,27 @@ def make_big(folder: Path, megabytes: int) -> Path:
     Returns:
         Its path.
     """
-    n_embd, n_ff, n_vocab, n_head, n_kv = 1024, 2816, 1024, 16, 8
-    layer = {
-        "attn_norm.weight": (n_embd,),
-        "attn_q.weight": (n_embd, n_embd),
-        "attn_k.weight": (n_embd, n_embd * n_kv // n_head),
-        "attn_v.weight": (n_embd, n_embd * n_kv // n_head),
-        "attn_output.weight": (n_embd, n_embd),
-        "ffn_norm.weight": (n_embd,),
-        "ffn_gate.weight": (n_embd, n_ff),
-        "ffn_up.weight": (n_embd, n_ff),
-        "ffn_down.weight": (n_ff, n_embd),
-    }
-    outer = {
-        "token_embd.weight": (n_embd, n_vocab),
-        "output_norm.weight": (n_embd,),
-        "output.weight": (n_embd, n_vocab),
-    }
-    per_layer = sum(2 * int(np.prod(dims)) for dims in layer.values())
-    rest = sum(2 * int(np.prod(dims)) for dims in outer.values())
-    n_layer = max(1, round((megabytes * 1_000_000 - rest) / per_layer))
-    named = dict(outer)
-    for index in range(n_layer):
-        named |= {f"blk.{index}.{name}": dims for name, dims in layer.items()}
-    slots = []
-    for name, dims in named.items():
-        kind, width = (_F32, 4) if len(dims) == 1 else (_F16, 2)
-        slots.append(TensorSlot(name, dims, kind, width * int(np.prod(dims))))
+    shape = Shape(1, 1024, 16, 8, 2816, 1024, is_half=True)
+    one, two = (sum(slot.n_bytes for slot in replace(shape, n_layer=n).slots()) for n in (1, 2))
+    shape = replace(shape, n_layer=max(1, 1 + round((megabytes * 1_000_000 - one) / (two - one))))
     recipe: list[tuple[str, str, object]] = [
         ("general.architecture", "str", "llama"),
         ("general.name", "str", f"big-{megabytes}"),
-        ("llama.vocab_size", "u32", n_vocab),
+        ("llama.vocab_size", "u32", shape.n_vocab),
         ("llama.context_length", "u32", 4096),
-        ("llama.embedding_length", "u32", n_embd),
-        ("llama.block_count", "u32", n_layer),
-        ("llama.feed_forward_length", "u32", n_ff),
-        ("llama.attention.head_count", "u32", n_head),
-        ("llama.attention.head_count_kv", "u32", n_kv),
+        ("llama.embedding_length", "u32", shape.n_embd),
+        ("llama.block_count", "u32", shape.n_layer),
+        ("llama.feed_forward_length", "u32", shape.n_ff),
+        ("llama.attention.head_count", "u32", shape.n_head),
+        ("llama.attention.head_count_kv", "u32", shape.n_head_kv),
         ("llama.attention.layer_norm_rms_epsilon", "f32", 1e-5),
-        ("llama.rope.dimension_count", "u32", n_embd // n_head),
+        ("llama.rope.dimension_count", "u32", shape.n_embd // shape.n_head),
         ("tokenizer.ggml.model", "str", "no_vocab"),
     ]
     path = model_path(folder, f"big-{megabytes}", recipe)
     if not path.exists():
-        pool = np.random.default_rng(megabytes).standard_normal(n_embd * n_ff, dtype=np.float32) * 0.02
+        pool = np.random.default_rng(megabytes).standard_normal(shape.n_embd * shape.n_ff, dtype=np.float32) * 0.02
+        slots = shape.slots()
         halves = _bytes_of(pool.astype(np.float16))
         write_gguf(path, to_metadata(recipe), slots, (_from_pool(slot, halves) for slot in slots))
     return path

@@ -26,7 +26,7 @@ from llama_native import Library
 from llama_native.user_model import create_tensors
 from tools import make_dummies
 from tools.gguf_out import write_gguf
-from tools.places import CHECKOUT, builds_folder, small_model
+from tools.places import CHECKOUT, builds_folder, default_folder, small_model
 
 _F32, _F16, _Q8_0 = 0, 1, 8
 _XLLAMACPP_OLD = "xllamacpp/xllamacpp.cpython-311-x86_64-linux-gnu.so"
@@ -213,7 +213,7 @@ def find_model(name: str, variants: Path) -> Path:
     if name == "smollm2":
         path = small_model()
     else:
-        path = make_dummies.model_path(make_dummies.default_folder(), name, make_dummies.recipes()[name])
+        path = make_dummies.model_path(default_folder(), name, make_dummies.recipes()[name])
     if not path.exists():
         raise FileNotFoundError(path)
     return path

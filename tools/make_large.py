@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from llama_native.user_model import MetaKind, MetaValue, TensorSlot
 from tools.gguf_out import header_bytes, padded
-from tools.make_dummies import default_folder
+from tools.places import default_folder
 
 _F32, _F16, _Q8_0 = 0, 1, 8
 #: A block of q8_0: a half float as scale, and so many bytes.  Source: ggml-common.h, block_q8_0.
@@ -61,8 +61,8 @@ class Shape:
     n_vocab: int
     is_half: bool = False
 
-    def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Give the shape of every tensor, the fastest dimension first."""
+    def slots(self) -> list[TensorSlot]:
+        """Every tensor of the model."""
         n_kv = self.n_embd * self.n_head_kv // self.n_head
         layer = {
             "attn_norm.weight": (self.n_embd,),
@@ -82,7 +82,7 @@ class Shape:
         }
         for index in range(self.n_layer):
             named |= {f"blk.{index}.{name}": dims for name, dims in layer.items()}
-        return named
+        return [_slot(name, dims, is_half=self.is_half) for name, dims in named.items()]
 
 
 #: The 8B is that of Llama 3; the 27B has the width and heads of models of its size.
@@ -106,7 +106,7 @@ def make_large(folder: Path, name: str) -> Path:
     """
     shape = SHAPES[name]
     metadata = _metadata(name, shape)
-    slots = [_slot(tensor, dims, is_half=shape.is_half) for tensor, dims in shape.tensors().items()]
+    slots = shape.slots()
     header = header_bytes(metadata, slots)
     path = folder / f"large-{name}-{hashlib.sha256(header).hexdigest()[:10]}.gguf"
     if path.exists():

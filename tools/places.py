@@ -18,6 +18,11 @@ def models_folder() -> Path:
     return platformdirs.user_cache_path("splitctl") / "models"
 
 
+def default_folder() -> Path:
+    """Folder of made models when none is named."""
+    return models_folder() / "dummies"
+
+
 def builds_folder() -> Path:
     """Folder of unpacked builds of libllama (ci/builds)."""
     return platformdirs.user_cache_path("splitctl") / "builds"

@@ -17,6 +17,7 @@ from typing import Any
 
 from llama_native import Library, NativeError
 from tools import make_dummies
+from tools.places import default_folder
 
 #: What each default model is there for.
 DEFAULT: dict[str, str] = {
@@ -153,7 +154,7 @@ def _options(arguments: Sequence[str] | None, about: str) -> tuple[argparse.Name
     parser.add_argument(
         "--models",
         type=Path,
-        default=make_dummies.default_folder(),
+        default=default_folder(),
         help="folder of the dummy models (default: the user's cache)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")

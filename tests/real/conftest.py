@@ -19,7 +19,8 @@ from splitctl import FlashAttn, Placement, SamplerSpec, Session, SplitMode
 from splitctl.ipc.probes import Prober
 from splitctl.model.facts import read_facts
 from splitctl.probing import VerdictCache
-from tools.make_dummies import default_folder, make_many
+from tools.make_dummies import make_many
+from tools.places import default_folder
 
 RPC = tuple(filter(None, os.environ.get("SPLITCTL_TEST_RPC", "").split(",")))
 DEVICES = tuple(f"RPC{index}" for index in range(len(RPC))) or ("CPU", "CPU")

@@ -16,6 +16,7 @@ from splitctl.carry import file as carries
 from splitctl.errors import CarryDamaged, CarryMismatch
 from tests.real.conftest import base
 from tools import make_dummies
+from tools.places import default_folder
 
 pytestmark = pytest.mark.every_build
 
@@ -33,7 +34,7 @@ def open_dummy(library: Library) -> Iterator[OpenDummy]:
     opened: list[Session] = []
 
     def opener(name: str, placement: Placement | None = None) -> Session:
-        ((_, path, reason),) = make_dummies.make_many(make_dummies.default_folder(), [name])
+        ((_, path, reason),) = make_dummies.make_many(default_folder(), [name])
         assert path is not None, reason
         session = Session.open(path, placement or base(), library=library)
         opened.append(session)

@@ -14,7 +14,8 @@ from splitctl import ConfigInvalid, SamplerSpec, Session, SplitMode, SwitchStatu
 from splitctl.ipc.probes import Prober
 from splitctl.model.facts import read_facts
 from tests.real.conftest import RPC, base
-from tools.make_dummies import default_folder, make_many
+from tools.make_dummies import make_many
+from tools.places import default_folder
 
 GREEDY = SamplerSpec(temp=0.0)
 #: More than two micro-batches of 64, and than the sliding windows of the recipes.

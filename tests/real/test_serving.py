@@ -19,7 +19,8 @@ from splitctl.ipc.orders import Ended, Open, Reading, Sealed, Start, Switch, Tok
 from splitctl.placement import Placement
 from tests.ctl.serving import Arenas, DrivenWorker, onward, placement, serving, snapshot
 from tests.real.conftest import DEVICES, PROMPT, RPC, SEEDED
-from tools.make_dummies import default_folder, make_many
+from tools.make_dummies import make_many
+from tools.places import default_folder
 
 pytestmark = pytest.mark.skipif(bool(RPC), reason="an RPC server serves one client at a time, and this is a second one")
 

@@ -17,7 +17,8 @@ from splitctl.placement import FlashAttn, Placement, SplitMode
 from splitctl.probing import ProbeKey, ProbeVerdict, Verdict, VerdictCache, build_id, verdict_of_death
 from splitctl.probing.verdicts import shape_of
 from tests.stublib import build, needs_compiler, write_model
-from tools.make_dummies import default_folder, make_many
+from tools.make_dummies import make_many
+from tools.places import default_folder
 
 _TENSOR = Placement(mode=SplitMode.TENSOR, devices=("CPU", "CPU"), n_ctx=256, flash_attn=FlashAttn.ON)
 _OK = ProbeVerdict(Verdict.OK, numbers={"nmse": 1e-6})

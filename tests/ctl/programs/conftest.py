@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.native.real import NEWEST, library_of
-from tools.make_dummies import default_folder, make_many
+from tools.make_dummies import make_many
+from tools.places import default_folder
 
 
 @pytest.fixture(scope="module")

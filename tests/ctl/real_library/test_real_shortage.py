@@ -21,7 +21,8 @@ from splitctl.control.client import ask
 from splitctl.control.requests import GenerateRequest, StatusRequest, SwitchRequest
 from splitctl.control.sockets import Address
 from splitctl.placement import Changes, SplitMode
-from tools.make_dummies import default_folder, make_big
+from tools.make_dummies import make_big
+from tools.places import default_folder
 
 pytestmark = [pytest.mark.build, pytest.mark.model, pytest.mark.slow]
 
