@@ -64,10 +64,15 @@ _ledger = SkipLedger((_TESTS / "allowed_skips.txt").read_text(encoding="utf-8").
 _LONGEST = (
     "test_real_builds",
     "test_faults_table",
-    "test_real_shortage",
-    "test_supervisor",
-    "test_cli_sessions",
     "test_cli_run",
+    "test_cli_sessions",
+    "test_supervisor",
+    "codec/test_parse",
+    "worker/test_serve",
+    "test_probe",
+    "test_soak",
+    "test_streams_under_a_check",
+    "test_real_shortage",
     "codec/",
 )
 
