@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import collections
+import itertools
 import json
 import sys
 import tempfile
@@ -79,7 +80,7 @@ def stub_setup(folder: Path) -> Setup:
 def real_setup(folder: Path, library: Path, model: Path) -> Setup:
     """Give the setup of a real library."""
     prompts = tuple(tuple(tokens) for tokens in greedy_gaps.tokenize(library, model, _REAL_PROMPTS))
-    return Setup(library, model, ("CPU", "CPU"), prompts, 60, 1024, folder, REAL_DEADLINE_S, is_exact=False)
+    return Setup(library, model, ("CPU", "CPU"), prompts, 40, 1024, folder, REAL_DEADLINE_S, is_exact=False)
 
 
 async def play_all(setup: Setup, table: Sequence[Cell], *, jobs: int, quiet: bool) -> Tally:
@@ -103,6 +104,7 @@ async def play_all(setup: Setup, table: Sequence[Cell], *, jobs: int, quiet: boo
     for n_streams, is_greedy in sorted({(cell.n_streams, cell.end is End.PARKED) for cell in played}):
         wanted[n_streams, is_greedy] = await undisturbed(setup, n_streams, is_greedy=is_greedy)
     turn = asyncio.Semaphore(jobs)
+    to_judge: list[tuple[Cell, Played]] = []
     n_done = 0
 
     async def one(cell: Cell) -> None:
@@ -111,23 +113,34 @@ async def play_all(setup: Setup, table: Sequence[Cell], *, jobs: int, quiet: boo
             seen = await play_cell(
                 setup, cell, wanted[cell.n_streams, cell.end is End.PARKED] if setup.is_exact else None
             )
-        if not setup.is_exact and not seen.faults:
-            seen.faults += await asyncio.to_thread(wrong_texts, setup, seen)
-        tally.add(cell, seen)
         n_done += 1
-        for fault in tally.failures.get(cell.name, ()):
-            print(f"FAILED {cell.name}: {fault}", file=sys.stderr)
         if not quiet and not seen.faults:
             print(f"[{n_done}/{len(played)}] {cell.name}", file=sys.stderr)
+        if setup.is_exact or seen.faults:
+            count(cell, seen)
+        else:
+            to_judge.append((cell, seen))
+
+    def count(cell: Cell, seen: Played) -> None:
+        tally.add(cell, seen)
+        for fault in tally.failures.get(cell.name, ()):
+            print(f"FAILED {cell.name}: {fault}", file=sys.stderr)
 
     await asyncio.gather(*(one(cell) for cell in played))
+    if to_judge:
+        judge_texts(setup, [seen for _, seen in to_judge])
+        for cell, seen in to_judge:
+            count(cell, seen)
     return tally
 
 
-def wrong_texts(setup: Setup, played: Played) -> list[str]:
+def judge_texts(setup: Setup, several: Sequence[Played]) -> None:
     """Compare the texts of a real model with a fresh context: floats depend on who is in a batch, tokens hardly."""
-    gaps = greedy_gaps.measure(setup.library, setup.model, played.texts)
-    return [f"stream {index}: {gap.fault}" for index, gap in enumerate(gaps) if not gap.is_right]
+    texts = [text for played in several for text in played.texts]
+    gaps = iter(greedy_gaps.measure(setup.library, setup.model, texts, always_control=False))
+    for played in several:
+        for index, gap in enumerate(itertools.islice(gaps, len(played.texts))):
+            played.need(gap.is_right, f"stream {index}: {gap.fault}")
 
 
 def n_open() -> int:

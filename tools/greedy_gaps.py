@@ -43,7 +43,7 @@ class Gaps:
         at: the token that has it, counted from the first generated one.
         n_other: tokens that a fresh context would not have drawn.
         n: tokens looked at.
-        control: the largest gap of the same text with one token left out, logits.
+        control: the largest gap of the same text with one token left out, logits; 0 where it was not read.
     """
 
     worst: float
@@ -69,7 +69,12 @@ class Gaps:
 
 
 def measure(
-    library: Path, model: Path, texts: Sequence[tuple[Sequence[int], int]], devices: Sequence[str] = ("CPU", "CPU")
+    library: Path,
+    model: Path,
+    texts: Sequence[tuple[Sequence[int], int]],
+    devices: Sequence[str] = ("CPU", "CPU"),
+    *,
+    always_control: bool = True,
 ) -> list[Gaps]:
     """Look at texts in a child.
 
@@ -78,6 +83,7 @@ def measure(
         model: the GGUF.
         texts: the tokens of each, and how many of them are its prompt.
         devices: two devices, for a layer split.
+        always_control: read the text with one token left out too where the whole one is right.
 
     Returns:
         The gaps of each.
@@ -90,6 +96,7 @@ def measure(
         "model": str(model),
         "devices": list(devices),
         "texts": [[list(tokens), n] for tokens, n in texts],
+        "always_control": always_control,
     }
     child = run_child("tools.greedy_gaps", job, _TIMEOUT_S)
     if child.end or len(child.told) != len(texts):
@@ -141,11 +148,13 @@ class Reader:
                     found.append(float(row.max() - row[tokens[start + int(index) + 1]]))
         return found
 
-    def judge(self, tokens: list[int], n_prompt: int) -> Gaps:
+    def judge(self, tokens: list[int], n_prompt: int, *, always_control: bool) -> Gaps:
         """Compare one text with a fresh context."""
         found = self.gaps(tokens, n_prompt)
-        middle = n_prompt + (len(tokens) - n_prompt) // 2
-        spoilt = self.gaps(tokens[:middle] + tokens[middle + 1 :], n_prompt)
+        spoilt: list[float] = []
+        if always_control or max(found, default=0.0) > TOLERANCE:
+            middle = n_prompt + (len(tokens) - n_prompt) // 2
+            spoilt = self.gaps(tokens[:middle] + tokens[middle + 1 :], n_prompt)
         at = int(np.argmax(found)) if found else 0
         n_other = sum(gap > 0 for gap in found)
         return Gaps(max(found, default=0.0), at, n_other, len(found), max(spoilt, default=0.0))
@@ -158,7 +167,7 @@ def main() -> None:
     for text in job.get("tokenize", ()):
         say(status="tokenized", tokens=reader.model.tokenize(text))
     for tokens, n_prompt in job.get("texts", ()):
-        say(status="judged", **asdict(reader.judge(tokens, n_prompt)))
+        say(status="judged", **asdict(reader.judge(tokens, n_prompt, always_control=job["always_control"])))
     reader.model.close()
 
 
