@@ -62,7 +62,7 @@ _ledger = SkipLedger((_TESTS / "allowed_skips.txt").read_text(encoding="utf-8").
 
 
 _LONGEST = (
-    "test_real_builds",
+    "real_library/test_real_builds",
     "test_faults_table",
     "test_cli_run",
     "test_cli_sessions",
