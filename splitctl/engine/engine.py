@@ -175,8 +175,7 @@ class Engine:
             AdapterInvalid: an adapter does not fit the model.
         """
         if self.model is None:
-            msg = "a context is built on a placed model"
-            raise AssertionError(msg)
+            raise AssertionError("a context is built on a placed model")
         said: list[str] = []
         is_open = placement.flash_attn is placing.FlashAttn.AUTO
         # Only a choice that is left to the library has to be heard; listening costs a call for every line of its log.
@@ -226,8 +225,7 @@ class Engine:
     def live_context(self) -> Context:
         """The context; asking for it when there is none is a fault of ours."""
         if self.context is None:
-            msg = "the engine has no context now"
-            raise AssertionError(msg)
+            raise AssertionError("the engine has no context now")
         return self.context
 
     def free(self) -> None:

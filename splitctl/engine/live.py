@@ -89,8 +89,7 @@ class LiveSession:
     def model(self) -> Model:
         """The placed model; asking for it when there is none is a fault of ours."""
         if self.engine.model is None:
-            msg = "the engine has no model now"
-            raise AssertionError(msg)
+            raise AssertionError("the engine has no model now")
         return self.engine.model
 
     def serve_in(self, placement: Placement) -> None:

@@ -1,4 +1,6 @@
-"""Does what the machine says: one method a command, on a session's parts.
+"""Does what the machine says: one method a command, named after it, on a session's parts.
+
+A method returns the event that it ended with; None where the command was done.
 
 Laws:
     1. ``perform`` never raises for what a switch can meet: it returns the event that it was. Defects do raise.
@@ -10,11 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from llama_native import CallFailed, LoadCancelled, NativeError
+from llama_native import CallFailed, DeviceKind, LoadCancelled, NativeError
 from splitctl.errors import Cancelled, CannotConvert, Parked, Reason, SplitctlError, StateUnsound
 from splitctl.outcome import DevicePeak, Proof, Stage, SwitchOptions
-from splitctl.switching.machine import Command, EventKind, SwitchEvent
-from splitctl.switching.peaks import device_peaks
+from splitctl.switching.machine import HOUSEKEEPING, Command, EventKind, SwitchEvent
 from splitctl.switching.sealing import SealedState
 from splitctl.switching.transfer import Transfer
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from llama_native import Library
     from splitctl.engine.live import LiveSession
     from splitctl.placement import Placement
     from splitctl.switching.machine import MachineState
@@ -61,42 +63,16 @@ class Effects:
         self.peaks: tuple[DevicePeak, ...] = ()
         self._resolved: Placement | None = None
         self._methods: Mapping[Command, Callable[[MachineState], SwitchEvent | None]] = {
-            Command.CHECK: self._check,
-            Command.SAVE: self._save,
-            Command.SEAL: self._seal,
-            Command.FREE: self._free,
-            Command.PLACE: self._place,
-            Command.BUILD: self._build,
-            Command.RESTORE: self._restore,
-            Command.NATIVE_SWITCH: self._native_switch,
-            Command.PROVE: self._prove,
-            Command.ENTER_TRIAL: self._enter_trial,
-            Command.SERVE: self._serve,
-            Command.RELEASE_FAILED: self._release_failed,
-            Command.PLACE_OLD: self._place_old,
-            Command.BUILD_OLD: self._build_old,
-            Command.RESTORE_OLD: self._restore_old,
-            Command.PROVE_OLD: self._prove_old,
-            Command.RECOMPUTE: self._recompute,
-            Command.PARK: self._park,
-            Command.REPORT: self._report,
-            Command.CLOSE: self._close,
+            command: getattr(self, f"_{command.name.lower()}") for command in Command
         }
 
     def perform(self, command: Command, state: MachineState) -> SwitchEvent | None:
-        """Carry out one command.
-
-        Args:
-            command: what to do.
-            state: where the machine is now that it says so.
-
-        Returns:
-            How it ended; None for housekeeping.
-        """
+        """Carry out one command of the machine in ``state``; returns how it ended, None for housekeeping."""
         live = self.live
         live.cancel.shielded = command in _SHIELDED
         try:
-            event = self._methods[command](state)
+            done = None if command in HOUSEKEEPING else _DONE
+            event = self._methods[command](state) or done
         except (LoadCancelled, Cancelled):
             return SwitchEvent(EventKind.CANCELLED)
         except CallFailed as error:
@@ -116,64 +92,54 @@ class Effects:
             return SwitchEvent(EventKind.CANCELLED)
         return event
 
-    def _check(self, state: MachineState) -> SwitchEvent:
+    def _check(self, state: MachineState) -> SwitchEvent | None:
         if not self.live.placement.differs(_requested(state)):
             return SwitchEvent(EventKind.UNCHANGED)
         reasons = self.run.check()
-        return SwitchEvent(EventKind.REFUSED, reasons=reasons) if reasons else _DONE
+        return SwitchEvent(EventKind.REFUSED, reasons=reasons) if reasons else None
 
-    def _save(self, _state: MachineState) -> SwitchEvent:
+    def _save(self, _state: MachineState) -> None:
         self.transfer.save()
-        return _DONE
 
-    def _seal(self, state: MachineState) -> SwitchEvent:
+    def _seal(self, state: MachineState) -> None:
         self.transfer.seal(_requested(state))
-        return _DONE
 
-    def _free(self, _state: MachineState) -> SwitchEvent:
+    def _free(self, _state: MachineState) -> None:
         self.transfer.accept()
         self.live.engine.free()
-        return _DONE
 
-    def _place(self, state: MachineState) -> SwitchEvent:
+    def _place(self, state: MachineState) -> None:
         report = self.run.progress
         self.live.engine.place(_requested(state), lambda share: report(state.stage, share))
-        return _DONE
 
-    def _build(self, state: MachineState) -> SwitchEvent:
+    def _build(self, state: MachineState) -> None:
         self._resolved = self.live.engine.build(_requested(state))
-        return _DONE
 
-    def _restore(self, _state: MachineState) -> SwitchEvent:
+    def _restore(self, _state: MachineState) -> None:
         self.transfer.give_target()
-        return _DONE
 
-    def _native_switch(self, state: MachineState) -> SwitchEvent:
+    def _native_switch(self, state: MachineState) -> SwitchEvent | None:
         target = _requested(state)
         self.transfer.accept()
         mode = {"none": 0, "layer": 1, "row": 2, "tensor": 3}[target.mode.value]
         if not self.live.engine.live_context.native_switch(mode, target.tensor_split):
             tail = " | ".join(self.live.engine.library.log.tail(3))
-            return SwitchEvent(
-                EventKind.DECLINED,
-                reasons=(Reason("native-declined", f"the library could not place {target.mode.value}: {tail}"),),
-            )
+            text = f"the library could not place {target.mode.value}: {tail}"
+            return SwitchEvent(EventKind.DECLINED, reasons=(Reason("native-declined", text),))
         self._resolved = target
-        return _DONE
+        return None
 
     def _prove(self, _state: MachineState) -> SwitchEvent:
-        wrong = self._unproved()
-        return _failed("proof-failed", wrong) if wrong else self._placed()
+        if wrong := self._unproved():
+            return _failed("proof-failed", wrong)
+        resolved = self._resolved or self.live.placement
+        self.live.serve_in(resolved)
+        self.peaks = _device_peaks(self.live.engine.library, resolved)
+        return SwitchEvent(EventKind.DONE, placement=resolved)
 
     def _unproved(self) -> str:
         proof = self.run.options.proof
         return "" if proof is Proof.OFF else self.transfer.unproved(read_back=proof is Proof.BYTES)
-
-    def _placed(self) -> SwitchEvent:
-        resolved = self._resolved or self.live.placement
-        self.live.serve_in(resolved)
-        self.peaks = device_peaks(self.live.engine.library, resolved)
-        return SwitchEvent(EventKind.DONE, placement=resolved)
 
     def _enter_trial(self, _state: MachineState) -> None:
         self.transfer.enter_trial()
@@ -183,30 +149,25 @@ class Effects:
         if state.effective is not None:
             self.live.serve_in(state.effective)
 
-    def _release_failed(self, _state: MachineState) -> SwitchEvent:
+    def _release_failed(self, _state: MachineState) -> None:
         self.live.engine.free()
-        return _DONE
 
-    def _place_old(self, state: MachineState) -> SwitchEvent:
+    def _place_old(self, state: MachineState) -> None:
         self.live.engine.place(_original_of(state), cancellable=False)
-        return _DONE
 
-    def _build_old(self, state: MachineState) -> SwitchEvent:
+    def _build_old(self, state: MachineState) -> None:
         self.live.engine.build(_original_of(state))
-        return _DONE
 
-    def _restore_old(self, _state: MachineState) -> SwitchEvent:
+    def _restore_old(self, _state: MachineState) -> None:
         self.transfer.give_original()
-        return _DONE
 
-    def _prove_old(self, state: MachineState) -> SwitchEvent:
-        wrong = self._unproved()
-        if wrong:
+    def _prove_old(self, state: MachineState) -> SwitchEvent | None:
+        if wrong := self._unproved():
             return _failed("proof-failed", wrong)
         self.live.serve_in(_original_of(state))
-        return _DONE
+        return None
 
-    def _recompute(self, state: MachineState) -> SwitchEvent:
+    def _recompute(self, state: MachineState) -> None:
         live = self.live
         live.engine.free()
         original = _original_of(state)
@@ -214,12 +175,10 @@ class Effects:
         live.engine.build(original)
         live.replay_tokens()
         live.serve_in(original)
-        return _DONE
 
-    def _park(self, _state: MachineState) -> SwitchEvent:
+    def _park(self, _state: MachineState) -> None:
         self.live.engine.free()
         self.parked_at = self._park_to(self.transfer.latest)
-        return _DONE
 
     def gone(self, state: MachineState) -> Parked:
         """Give the error of a session that serves no more."""
@@ -235,18 +194,6 @@ class Effects:
 
 
 _DONE = SwitchEvent(EventKind.DONE)
-_CANCELLABLE = frozenset(
-    {
-        Command.CHECK,
-        Command.SAVE,
-        Command.SEAL,
-        Command.FREE,
-        Command.PLACE,
-        Command.BUILD,
-        Command.RESTORE,
-        Command.PROVE,
-    }
-)
 _SHIELDED = frozenset(
     {
         Command.RELEASE_FAILED,
@@ -258,6 +205,23 @@ _SHIELDED = frozenset(
         Command.PARK,
     }
 )
+_CANCELLABLE = frozenset(Command) - HOUSEKEEPING - _SHIELDED - {Command.NATIVE_SWITCH}
+
+
+def _device_peaks(library: Library, placement: Placement) -> tuple[DevicePeak, ...]:
+    """Read the memory in use on every device of a placement (one that names none uses all of the library's).
+
+    Read once and not between free and place (law 5 of the switch). A processor has no memory of its own, and no number.
+    """
+    kinds = {device.name: device.kind for device in library.devices(memory=False)}
+    names = placement.devices or tuple(kinds)
+    is_asked = any(kinds.get(name) is not DeviceKind.CPU for name in names)
+    held = {
+        device.name: device.memory_total - device.memory_free
+        for device in (library.devices() if is_asked else ())
+        if device.kind is not DeviceKind.CPU and device.memory_total
+    }
+    return tuple(DevicePeak(index, name, held.get(name)) for index, name in enumerate(names))
 
 
 def _failed(code: str, text: str) -> SwitchEvent:
@@ -266,13 +230,11 @@ def _failed(code: str, text: str) -> SwitchEvent:
 
 def _requested(state: MachineState) -> Placement:
     if state.requested is None:
-        msg = "a switch has a requested placement"
-        raise AssertionError(msg)
+        raise AssertionError("a switch has a requested placement")
     return state.requested
 
 
 def _original_of(state: MachineState) -> Placement:
     if state.original is None:
-        msg = "a switch has an original placement"
-        raise AssertionError(msg)
+        raise AssertionError("a switch has an original placement")
     return state.original

@@ -201,8 +201,7 @@ class Switcher:
         state_bytes, n_sequences, n_tokens = self._counts if touched else (None, 0, 0)
         requested = state.requested
         if state.status is None or requested is None:
-            msg = "an outcome comes at the end of a switch"
-            raise AssertionError(msg)
+            raise AssertionError("an outcome comes at the end of a switch")
         return SwitchOutcome(
             status=state.status,
             requested_placement=requested,

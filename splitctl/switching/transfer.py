@@ -70,8 +70,7 @@ class Transfer:
             CannotConvert: the target cannot hold them.
         """
         if self._saved is None:
-            msg = "sealing comes after saving"
-            raise AssertionError(msg)
+            raise AssertionError("sealing comes after saving")
         saved, self._saved = self._saved, None
         self._fresh = self._sealed(saved)
         self._converted, self.conversions, self._plan = None, (), None
@@ -167,8 +166,7 @@ class Transfer:
     def original(self) -> SealedState:
         """The sealed original; there is one until the trial ends."""
         if self.kept is None:
-            msg = "a sealed original is kept until the trial ends"
-            raise AssertionError(msg)
+            raise AssertionError("a sealed original is kept until the trial ends")
         return self.kept
 
     def snapshot(self) -> SealedState:
