@@ -12,12 +12,11 @@ from typing import Any, Self
 import click
 
 from splitctl.cli.output import EXIT_OF_FAULT, ExitCode, Screen
-from splitctl.control.client import Client, ControlAnswer, RequestFailed, wait
+from splitctl.control.client import Client, ControlAnswer, wait
 from splitctl.control.requests import ControlRequest
 from splitctl.control.sockets import Address, NoSuchSession, find, runtime_folder
 from splitctl.errors import Cancelled, ConfigInvalid, SplitctlError
-from splitctl.host.pending import OrderFailed
-from splitctl.ipc.jobs import Fault
+from splitctl.ipc.jobs import Fault, RequestFailed
 
 Command = Callable[..., Any]
 
@@ -114,8 +113,6 @@ def told(error: SplitctlError | OSError, screen: Screen) -> ExitCode:
     """
     match error:
         case RequestFailed():
-            return screen.fail(error.kind, error.message, EXIT_OF_FAULT[error.fault], error.body)
-        case OrderFailed():
             return screen.fail(error.name, error.message, EXIT_OF_FAULT[error.fault], error.body)
         case NoSuchSession():
             code = ExitCode.NO_SESSION

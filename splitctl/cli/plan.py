@@ -27,7 +27,8 @@ from splitctl.cli.options import (
 from splitctl.cli.output import ExitCode, Screen, print_json
 from splitctl.cli.plan_text import chunk_text, show
 from splitctl.errors import BadModelFile
-from splitctl.ipc.reserving import LibraryMissing, Reserver
+from splitctl.ipc.jobs import RequestFailed
+from splitctl.ipc.reserving import Reserver
 from splitctl.model.facts import ModelFacts, read_facts
 from splitctl.placement import Placement, SplitMode
 from splitctl.planning.backends import unit_of
@@ -136,8 +137,8 @@ def plan(
             asked = _gather(facts, placement, prompt_mode, free or {}, chunk, Reserver(model, library, os.environ, rpc))
         except BadModelFile as error:
             return screen.fail(type(error).__name__, str(error), ExitCode.FAILED)
-        except LibraryMissing as error:
-            return screen.fail(error.kind, str(error), ExitCode.FAILED)
+        except RequestFailed as error:
+            return screen.fail(error.name, str(error), ExitCode.FAILED)
     answers = [_answer(asked, mode) for mode in dict.fromkeys((*_MODES, asked.generate.mode, asked.prompt.mode))]
     found = answer_chunk(asked.known, asked.prompt, _MAX_CHUNK) if chunk == 0 else None
     if found is not None and not found.refused:

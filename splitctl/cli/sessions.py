@@ -12,10 +12,11 @@ from splitctl.cli.hosts import STATUS_S, address_of, ask_host, session_option, t
 from splitctl.cli.options import json_option
 from splitctl.cli.output import ExitCode, Screen, mib, one_line, print_json
 from splitctl.cli.switch import outcome_line
-from splitctl.control.client import HostGone, RequestFailed, ask
+from splitctl.control.client import HostGone, ask
 from splitctl.control.requests import RestoreRequest, SaveRequest, StatusRequest, StopRequest
 from splitctl.control.sockets import Address, NoSuchSession, runtime_folder, sessions
 from splitctl.errors import SplitctlError
+from splitctl.ipc.jobs import RequestFailed
 from splitctl.placement import Placement
 
 _FILE = click.Path(path_type=Path)

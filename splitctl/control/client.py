@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import selectors
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
-from splitctl.control.requests import CANCEL, REQUESTS, ControlRequest
+from splitctl.control.requests import REQUESTS, ControlRequest
 from splitctl.control.sockets import Address, NoSuchSession, peer_uid
 from splitctl.errors import SplitctlError
-from splitctl.ipc.jobs import Fault
+from splitctl.ipc.jobs import CANCEL, Fault, RequestFailed
 from splitctl.ipc.wire import MessageInvalid, object_of, to_line
 
 #: A longer line is no answer [bytes].
@@ -24,66 +23,32 @@ CONNECT_S = 10.0
 _CHUNK_BYTES = 1 << 16
 
 
+@dataclass(eq=False, repr=False)
 class HostGone(SplitctlError):
-    """The host ended, or hangs, before its answer was whole."""
+    """The host ended, or hangs, before its answer was whole.
 
-    def __init__(self, name: str, how: str) -> None:
-        """Build from what was seen.
+    Attributes:
+        name: the session.
+        how: what the host did, as a phrase ("hung up").
+    """
 
-        Args:
-            name: the session.
-            how: what the host did, as a phrase ("hung up").
-        """
-        self.name = name
-        self.how = how
-        super().__init__(name, how)
+    name: str
+    how: str
 
     def __str__(self) -> str:
-        """Name the session and what its host did."""
         return f"the host of session {self.name} {self.how} before it had answered; splitctl ps shows what is served"
-
-
-class RequestFailed(SplitctlError):
-    """The host did not do what it was asked to."""
-
-    def __init__(self, fault: Fault, kind: str, message: str, body: Mapping[str, Any]) -> None:
-        """Build from the host's answer.
-
-        Args:
-            fault: whose fault.
-            kind: the error's class name.
-            message: one line for a person.
-            body: what is known besides.
-        """
-        self.fault = fault
-        self.kind = kind
-        self.message = message
-        self.body = dict(body)
-        super().__init__(fault, kind, message, self.body)
-
-    def __str__(self) -> str:
-        """Pass on the host's line."""
-        return self.message
 
 
 @dataclass(frozen=True, slots=True)
 class ControlEvent:
-    """Something on the way to an answer.
-
-    Attributes:
-        body: object with a ``kind``.
-    """
+    """Something on the way to an answer; its body has a ``kind``."""
 
     body: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class ControlAnswer:
-    """The last line of a success.
-
-    Attributes:
-        body: object.
-    """
+    """The last line of a success."""
 
     body: dict[str, Any]
 
@@ -188,17 +153,12 @@ class Client:
         self._socket.close()
 
     def __enter__(self) -> Self:
-        """Return itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Hang up."""
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _message(self, line: bytes) -> ControlEvent | ControlAnswer:
-        """Read one line of the answer."""
         try:
             body = object_of(line, max_bytes=MAX_ANSWER_BYTES)
         except MessageInvalid as error:
@@ -229,9 +189,6 @@ def ask(
         request: what it is asked for.
         on_event: called with every event on the way.
         timeout_s: longest silence that is borne, seconds; None: any.
-
-    Returns:
-        The answer.
 
     Raises:
         NoSuchSession: nobody listens there.

@@ -9,10 +9,9 @@ from contextlib import suppress
 from dataclasses import is_dataclass
 from typing import Any
 
-from splitctl.control.requests import CANCEL
 from splitctl.control.sockets import peer_uid
 from splitctl.errors import SplitctlError
-from splitctl.ipc.jobs import Fault, fault_of
+from splitctl.ipc.jobs import CANCEL, Fault, fault_of
 from splitctl.ipc.wire import MessageInvalid, line_of, object_of
 from splitctl.outcome import to_plain
 
@@ -23,13 +22,9 @@ _UNREAD_BYTES = 1 << 18
 
 
 class Connection:
-    """One client's connection.
-
-    Thread: the loop's.
-    """
+    """One client's connection. Thread: the loop's."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, write_s: float) -> None:
-        """Take both ends."""
         self._reader = reader
         self._writer = writer
         self._write_s = write_s
@@ -50,11 +45,7 @@ class Connection:
         self._rest = rest
 
     async def listen(self, cancel: Callable[[], None]) -> None:
-        """Read control lines until the client hangs up or sends something else.
-
-        Args:
-            cancel: called for every `requests.CANCEL`.
-        """
+        """Call ``cancel`` for every `jobs.CANCEL`, until the client hangs up or sends something else."""
         pending = bytearray()
         with suppress(ConnectionError, MessageInvalid):
             while chunk := await self.read():
@@ -113,14 +104,7 @@ class Connection:
 
 
 def event_body(event: Any) -> dict[str, Any]:
-    """Write an event of the supervisor as an object.
-
-    Args:
-        event: a dataclass, or an object with a ``kind``.
-
-    Returns:
-        Its fields, and under ``kind`` its name.
-    """
+    """Write an event of the supervisor, a dataclass or an object with a ``kind``, as an object with a ``kind``."""
     if not is_dataclass(event):
         return dict(event)
     plain = to_plain(event)

@@ -19,9 +19,6 @@ from splitctl.placement import Changes
 #: A longer line is no request [bytes].
 MAX_REQUEST_BYTES = 16 * 1024 * 1024
 
-#: The control line that asks a host to stop the work of this connection.
-CANCEL = b'{"control":"cancel"}\n'
-
 _INT32_MAX = 2**31 - 1
 #: Longest time that a switch may wait for the token boundary [seconds].
 _MAX_TIMEOUT_S = 86400.0
@@ -34,13 +31,10 @@ class StatusRequest:
 
 @dataclass(frozen=True, slots=True)
 class SwitchRequest:
-    """Move the session.
+    """Move the session; proof, convert and force as in `SwitchOptions`.
 
     Attributes:
         changes: fields of the placement that change.
-        proof: as in `SwitchOptions`.
-        convert: as in `SwitchOptions`.
-        force: as in `SwitchOptions`.
         timeout_s: longest wait for the token boundary, seconds; None: as long as it takes.
     """
 
@@ -51,7 +45,6 @@ class SwitchRequest:
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a time that nobody waits."""
         if self.timeout_s is not None and not 0.0 <= self.timeout_s <= _MAX_TIMEOUT_S:
             raise ConfigInvalid("timeout_s", self.timeout_s, f"from 0 to {_MAX_TIMEOUT_S:g} seconds")
 
@@ -63,13 +56,7 @@ class SwitchRequest:
 
 @dataclass(frozen=True, slots=True)
 class CheckRequest:
-    """Say what a switch would do.
-
-    Attributes:
-        changes: fields of the placement that would change.
-        convert: as in `SwitchOptions`.
-        force: as in `SwitchOptions`.
-    """
+    """Say what a switch that changes these fields of the placement would do; the rest as for a switch."""
 
     changes: Changes
     convert: bool = True
@@ -83,12 +70,7 @@ class CheckRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message of a chat.
-
-    Attributes:
-        role: who says it, in the words of the model's template.
-        content: what.
-    """
+    """One message of a chat; its role is one that the model's template knows."""
 
     role: str
     content: str
@@ -117,7 +99,6 @@ class GenerateRequest:
     sampler: SamplerSpec = field(default_factory=SamplerSpec)
 
     def __post_init__(self) -> None:
-        """Refuse what nothing can be generated after."""
         given = [one for one in (self.prompt, self.messages, self.tokens) if one is not None]
         if len(given) != 1:
             raise ConfigInvalid("prompt", f"one of {len(given)} kinds", "exactly one of prompt, messages and tokens")
@@ -130,33 +111,23 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveRequest:
-    """Write the whole session to a file.
-
-    Attributes:
-        path: where, absolute.
-    """
-
+class _FileRequest:
     path: Path
 
     def __post_init__(self) -> None:
-        """Refuse a path that would depend on where the host was started."""
-        _refuse_relative(self.path)
+        # A relative path would depend on where the host was started.
+        if not self.path.is_absolute():
+            raise ConfigInvalid("path", str(self.path), "an absolute path")
 
 
 @dataclass(frozen=True, slots=True)
-class RestoreRequest:
-    """Replace all that the session holds with a file.
+class SaveRequest(_FileRequest):
+    """Write the whole session to a file; its path is absolute."""
 
-    Attributes:
-        path: a carry, or a session or slot file of llama.cpp; absolute.
-    """
 
-    path: Path
-
-    def __post_init__(self) -> None:
-        """Refuse a path that would depend on where the host was started."""
-        _refuse_relative(self.path)
+@dataclass(frozen=True, slots=True)
+class RestoreRequest(_FileRequest):
+    """Replace all that the session holds with a carry, or a session or slot file of llama.cpp; its path is absolute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +152,3 @@ ControlRequest = (
 )
 
 REQUESTS = kinds_of(ControlRequest)
-
-
-def _refuse_relative(path: Path) -> None:
-    if not path.is_absolute():
-        raise ConfigInvalid("path", str(path), "an absolute path")

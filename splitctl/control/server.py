@@ -1,7 +1,7 @@
 """The control socket: one request a connection, answered in lines, over a supervisor that does the work.
 
 Laws:
-    1. A connection sends one request line and may send `requests.CANCEL` after it. It gets event lines and one last
+    1. A connection sends one request line and may send `jobs.CANCEL` after it. It gets event lines and one last
        line, ``{"result": ...}`` or ``{"error": {fault, kind, message, body}}``, whatever it sent.
     2. A client of another user gets nothing.
     3. No client holds up another or the session: a line that does not come, an answer that is not read, too many
@@ -112,10 +112,7 @@ class SessionService(Protocol):
 
 
 class ControlServer:
-    """Answers on a session's socket.
-
-    Thread: the loop's.
-    """
+    """Answers on a session's socket. Thread: the loop's."""
 
     def __init__(
         self,
@@ -125,7 +122,7 @@ class ControlServer:
         log: Callable[[str], None],
         limits: ControlLimits = ControlLimits(),
     ) -> None:
-        """Take the supervisor.
+        """Answer nobody yet.
 
         Args:
             host: does the work.
@@ -148,11 +145,7 @@ class ControlServer:
         return len(self._handlers)
 
     async def start(self, listening: socket.socket) -> None:
-        """Begin to answer.
-
-        Args:
-            listening: the socket; closed with the server.
-        """
+        """Begin to answer on a socket, which is closed with the server."""
         self._server = await asyncio.start_unix_server(self._connected, sock=listening, limit=_CHUNK_BYTES)
 
     async def close(self) -> None:
@@ -183,7 +176,6 @@ class ControlServer:
             handler.add_done_callback(known.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Handle one connection from its beginning to its end."""
         line = Connection(reader, writer, self._limits.write_s)
         try:
             await self._handle(line)
@@ -249,7 +241,6 @@ class ControlServer:
             self._n_pending_bytes -= len(raw)
 
     async def _answer(self, request: ControlRequest, line: Connection) -> None:
-        """Do one request."""
         match request:
             case StatusRequest():
                 await line.result(self._host.status())

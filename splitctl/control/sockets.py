@@ -21,7 +21,6 @@ import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import platformdirs
@@ -46,22 +45,19 @@ _CLAIM_PAUSE_S = 0.02
 _UCRED = struct.Struct("3i")
 
 
+@dataclass(eq=False, repr=False)
 class NoSuchSession(SplitctlError):
-    """No host serves the session that is asked for, or none at all, or several and no name was given."""
+    """No host serves the session that is asked for, or none at all, or several and no name was given.
 
-    def __init__(self, name: str | None, names: tuple[str, ...]) -> None:
-        """Build from what was looked for.
+    Attributes:
+        name: the session; None where any would do.
+        names: the sessions that are served.
+    """
 
-        Args:
-            name: the session; None where any would do.
-            names: the sessions that are served.
-        """
-        self.name = name
-        self.names = names
-        super().__init__(name, names)
+    name: str | None
+    names: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Say what there is instead."""
         served = ", ".join(self.names)
         if self.name is None and self.names:
             return f"several sessions are served ({served}); name one with --session"
@@ -71,62 +67,43 @@ class NoSuchSession(SplitctlError):
         return f"no session {self.name} is served; there are: {served}"
 
 
+@dataclass(eq=False, repr=False)
 class SessionTaken(SplitctlError):
     """Another host serves a session of that name."""
 
-    def __init__(self, name: str) -> None:
-        """Build from the name.
-
-        Args:
-            name: the session's.
-        """
-        self.name = name
-        super().__init__(name)
+    name: str
 
     def __str__(self) -> str:
-        """Name it and the ways out."""
         return f"a session {self.name} is served already; give another name with --session, or end it: splitctl stop"
 
 
+@dataclass(eq=False, repr=False)
 class RuntimeFolderUnsafe(SplitctlError):
-    """The folder for sockets is not this user's alone."""
+    """The folder for sockets is not this user's alone.
 
-    def __init__(self, path: Path, found: str) -> None:
-        """Build from what was seen.
+    Attributes:
+        path: the folder, or what it lies in.
+        found: what is wrong with it, as a phrase ("is a link").
+    """
 
-        Args:
-            path: the folder, or what it lies in.
-            found: what is wrong with it.
-        """
-        self.path = path
-        self.found = found
-        super().__init__(path, found)
+    path: Path
+    found: str
 
     def __str__(self) -> str:
-        """Name the folder, what is wrong and what to do."""
         advice = "set XDG_RUNTIME_DIR to a folder of yours"
         return f"{self.path} cannot hold the sockets of sessions: it {self.found}; {advice}"
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a session is reached.
-
-    Attributes:
-        name: the session's.
-        path: its socket.
-    """
+    """A session's name, and the socket where it is reached."""
 
     name: str
     path: Path
 
 
 def checked_name(name: str) -> str:
-    """Refuse what is no name of a session.
-
-    Raises:
-        ConfigInvalid: it is not.
-    """
+    """Return a name; raises ConfigInvalid for what is none of a session."""
     if not _NAME.fullmatch(name):
         wanted = "1 to 64 letters, digits, dots, dashes and underscores, a letter or digit first"
         raise ConfigInvalid("session", name, wanted)
@@ -149,13 +126,7 @@ def runtime_folder() -> Path:
 
 
 def prepared(folder: Path) -> Path:
-    """Make the folder where it is missing, and make sure that it is private.
-
-    Args:
-        folder: as `runtime_folder` gives it.
-
-    Returns:
-        The folder.
+    """Make the folder where it is missing, make sure that it is private, and return it.
 
     Raises:
         RuntimeFolderUnsafe: it cannot be made, or is not this user's alone.
@@ -193,19 +164,11 @@ class Claim:
     """
 
     def __init__(self, address: Address, lock: int) -> None:
-        """Use `claim`."""
         self.address = address
         self._lock = lock
 
     def listen(self) -> socket.socket:
-        """Open the session's socket, for this user alone.
-
-        Returns:
-            It, listening.
-
-        Raises:
-            OSError: the system says why.
-        """
+        """Open the session's socket, for this user alone; raises OSError."""
         self.address.path.unlink(missing_ok=True)
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -227,13 +190,9 @@ class Claim:
         self._lock = -1
 
     def __enter__(self) -> Self:
-        """Return itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Release."""
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
@@ -243,9 +202,6 @@ def claim(folder: Path, name: str) -> Claim:
     Args:
         folder: as `prepared` gave it.
         name: the session's.
-
-    Returns:
-        The claim.
 
     Raises:
         ConfigInvalid: it is no name.
@@ -272,9 +228,6 @@ def sessions(folder: Path) -> list[Address]:
     Args:
         folder: as `runtime_folder` gives it; it may be missing.
 
-    Returns:
-        Where each is reached.
-
     Raises:
         RuntimeFolderUnsafe: the folder is not this user's alone.
     """
@@ -293,9 +246,6 @@ def find(folder: Path, name: str | None) -> Address:
         folder: as `runtime_folder` gives it; it may be missing.
         name: the session's; None takes the only one.
 
-    Returns:
-        Where it is reached.
-
     Raises:
         ConfigInvalid: it is no name.
         NoSuchSession: it is not served; or no name was given, and none or several are.
@@ -311,14 +261,7 @@ def find(folder: Path, name: str | None) -> Address:
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """Ask the kernel which user is at the other end of a unix socket.
-
-    Args:
-        connection: connected.
-
-    Returns:
-        The user's number.
-    """
+    """Ask the kernel which user is at the other end of a connected unix socket."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     _, uid, _ = _UCRED.unpack(raw)
     return int(uid)
@@ -351,7 +294,6 @@ def _locked(address: Address) -> int | None:
 
 
 def _answers(address: Address) -> bool:
-    """Whether somebody listens there."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(0.0)
         try:
@@ -365,6 +307,6 @@ def _answers(address: Address) -> bool:
 
 
 def _remove(address: Address) -> None:
-    """Remove socket and lock; only for who holds the lock."""
+    # Only for who holds the lock.
     address.path.unlink(missing_ok=True)
     address.path.with_suffix(_LOCK_SUFFIX).unlink(missing_ok=True)

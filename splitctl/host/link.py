@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from splitctl.errors import DeadlineExceeded, WorkerLost
-from splitctl.host.pending import OrderFailed
-from splitctl.ipc.jobs import Failure, Fault, HostRequest, Result
+from splitctl.ipc.jobs import Failure, Fault, HostRequest, RequestFailed, Result
 from splitctl.ipc.orders import ORDERS, Close, Opened, Order, Report, StageReached, Switched, Trial, WorkerEvent
 from splitctl.ipc.process import WorkerProcess
 from splitctl.ipc.wire import MessageInvalid, to_line
@@ -44,9 +43,9 @@ class End:
     def error(self) -> Exception:
         """Give the error of a worker that could not open the session."""
         if self.failure is not None:
-            return OrderFailed(self.failure.fault, self.failure.name, self.failure.message, self.failure.body)
+            return RequestFailed(self.failure.fault, self.failure.name, self.failure.message, self.failure.body)
         text = f"{self.reason}; splitctl doctor shows the library"
-        return self.lost or OrderFailed(Fault.INTERNAL, "WorkerLost", text)
+        return self.lost or RequestFailed(Fault.INTERNAL, "WorkerLost", text)
 
 
 class WorkerLink:

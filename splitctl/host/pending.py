@@ -9,24 +9,8 @@ from typing import Any
 
 from splitctl.errors import SplitctlError
 from splitctl.host.ledger import ReportWrong
-from splitctl.ipc.jobs import Fault
+from splitctl.ipc.jobs import Fault, RequestFailed
 from splitctl.ipc.orders import Check, Failed, Order, Restore, Save, Switch, Tokenize
-
-
-class OrderFailed(SplitctlError):
-    """The worker could not carry out an order, or was lost over it; the session is as it was."""
-
-    def __init__(self, fault: Fault, name: str, message: str, body: dict[str, Any] | None = None) -> None:
-        """Build from the worker's answer; `name` is its error's class, `message` one line for a person."""
-        self.fault = fault
-        self.name = name
-        self.message = message
-        self.body = body or {}
-        super().__init__(fault, name, message, self.body)
-
-    def __str__(self) -> str:
-        """Give the worker's line."""
-        return self.message
 
 
 class OnLoss(enum.Enum):
@@ -66,7 +50,7 @@ class PendingOrders:
         return self._n_given
 
     def put(self, order: Tokenize | Switch | Check | Save | Restore, on_loss: OnLoss) -> asyncio.Future[Any]:
-        """Take an order that is to be sent; gives its answer to be: the report, or OrderFailed."""
+        """Take an order that is to be sent; gives its answer to be: the report, or RequestFailed."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         # It is no error if nobody waits for the answer any more.
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -88,7 +72,7 @@ class PendingOrders:
         if waiting.answer.done():
             return
         if isinstance(report, Failed):
-            waiting.answer.set_exception(OrderFailed(report.fault, report.name, report.message, report.body))
+            waiting.answer.set_exception(RequestFailed(report.fault, report.name, report.message, report.body))
         else:
             waiting.answer.set_result(report)
 
@@ -98,7 +82,7 @@ class PendingOrders:
             if one.is_sent and one.on_loss is OnLoss.FAIL:
                 what = type(one.order).__name__.lower()
                 message = f"{what} failed: {reason}; the session goes on, try again"
-                self._fail(number, OrderFailed(Fault.INTERNAL, "WorkerLost", message))
+                self._fail(number, RequestFailed(Fault.INTERNAL, "WorkerLost", message))
             elif one.on_loss is OnLoss.REPEAT:
                 one.is_sent = False
 

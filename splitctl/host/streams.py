@@ -23,8 +23,8 @@ from enum import Enum
 from splitctl.control.requests import GenerateRequest
 from splitctl.errors import Busy
 from splitctl.host.ledger import Ledger, StreamJob
-from splitctl.host.pending import OnLoss, OrderFailed, PendingOrders
-from splitctl.ipc.jobs import Fault
+from splitctl.host.pending import OnLoss, PendingOrders
+from splitctl.ipc.jobs import Fault, RequestFailed
 from splitctl.ipc.orders import Ended, Forgot, Halt, Order, Reading, Step, Tokenize, Tokenized
 from splitctl.ipc.stop_texts import StopTexts
 
@@ -275,7 +275,7 @@ class StreamTable:
             return
         error = answer.exception()
         if error is not None:
-            fault = error.fault if isinstance(error, OrderFailed) else None
+            fault = error.fault if isinstance(error, RequestFailed) else None
             self._end(number, None, Why.ERROR, str(error), fault)
         elif not answer.result().tokens:
             self._end(number, None, Why.ERROR, "the prompt has no token; give some text", Fault.CONFIG)
@@ -381,7 +381,7 @@ class StreamTable:
         """End the streams over which workers were lost without a token in between."""
         self._give_up([job for job in self.ledger.running if job.n_losses], f"workers were lost over it: {reason}")
         text = f"workers were lost while it waited: {reason}"
-        self._pending.fail(OrderFailed(Fault.INTERNAL, "WorkerLost", text), Tokenize)
+        self._pending.fail(RequestFailed(Fault.INTERNAL, "WorkerLost", text), Tokenize)
 
     def end_all(self, message: str) -> None:
         """End every stream with an error."""

@@ -102,7 +102,7 @@ class Supervisor:
         """Load the model and serve.
 
         Raises:
-            OrderFailed: the worker says why it cannot, or the saved session cannot be used.
+            RequestFailed: the worker says why it cannot, or the saved session cannot be used.
             WorkerLost: it died of it; nothing was at stake.
             DeadlineExceeded: it hung.
             OSError: the system gives no memory file.
@@ -150,7 +150,7 @@ class Supervisor:
             Busy: another switch, a restore or a recovery is under way.
             Parked: the session serves no more.
             PlacementInvalid: no placement can be so.
-            OrderFailed: the worker could not take it.
+            RequestFailed: the worker could not take it.
         """
         target = self._target(changes)
         order = orders.Switch(self._pending.number(), target, options)
@@ -176,7 +176,7 @@ class Supervisor:
 
         Raises:
             Busy, Parked, PlacementInvalid: as `switch`.
-            OrderFailed: it could not be judged.
+            RequestFailed: it could not be judged.
         """
         target = self._target(changes)
         before, after = self._switches.effective.mode.value, target.mode.value
@@ -197,7 +197,7 @@ class Supervisor:
 
         Raises:
             Parked, Busy: there is no session to save.
-            OrderFailed: it could not be written.
+            RequestFailed: it could not be written.
         """
         self._refuse_gone()
         n_bytes = await self._save(path)
@@ -214,7 +214,7 @@ class Supervisor:
 
         Raises:
             Busy: streams, a switch, a restore or a recovery are under way.
-            OrderFailed: the file cannot be used; the session is as it was.
+            RequestFailed: the file cannot be used; the session is as it was.
             WorkerLost, DeadlineExceeded: a parked session's new worker was lost; it is parked as it was.
         """
         if self._state is HostState.PARKED:
@@ -509,7 +509,7 @@ class Supervisor:
         return saved.n_bytes
 
     async def _save_own(self) -> None:
-        """Save the session in its place; raises OrderFailed or OSError."""
+        """Save the session in its place; raises RequestFailed or OSError."""
         self._config.save_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         await self._save(self._config.save_path)
 

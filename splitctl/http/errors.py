@@ -18,8 +18,7 @@ from splitctl.errors import (
     Refused,
     SplitctlError,
 )
-from splitctl.host.pending import OrderFailed
-from splitctl.ipc.jobs import Fault
+from splitctl.ipc.jobs import Fault, RequestFailed
 from splitctl.ipc.wire import MessageInvalid
 
 _TYPES = {
@@ -87,7 +86,7 @@ def api_error(error: SplitctlError) -> ApiError:
             return ApiError(400, str(error), param=error.field or None)
         case Refused():
             return ApiError(409, str(error), code=error.reasons[0].code if error.reasons else "refused")
-        case OrderFailed():
+        case RequestFailed():
             return ApiError(_STATUS_OF_FAULT.get(error.fault, 500), error.message, code=error.name)
     known = next((known for kind, known in _ANSWERS.items() if isinstance(error, kind)), None)
     status, code = known or (500, type(error).__name__)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from splitctl.carry.sequence import SamplerSpec
-from splitctl.errors import BadModelFile, Busy, Cancelled, ConfigInvalid, ContextFull, Parked, Refused
+from splitctl.errors import BadModelFile, Busy, Cancelled, ConfigInvalid, ContextFull, Parked, Refused, SplitctlError
 from splitctl.ipc.wire import kinds_of
 from splitctl.outcome import SwitchOptions
 from splitctl.placement import Placement, SplitMode
@@ -55,6 +55,26 @@ _FAULTS: Mapping[type[Exception], Fault] = {
 def fault_of(error: BaseException) -> Fault:
     """Say whose fault an error is; INTERNAL for all that are not listed."""
     return next((fault for kind, fault in _FAULTS.items() if isinstance(error, kind)), Fault.INTERNAL)
+
+
+@dataclass(eq=False, repr=False)
+class RequestFailed(SplitctlError):
+    """Another process did not do what it was asked to, or was lost over it: a worker, or the host of a session.
+
+    Attributes:
+        fault: whose fault.
+        name: the error's class name there.
+        message: one line for a person.
+        body: what is known besides.
+    """
+
+    fault: Fault
+    name: str
+    message: str
+    body: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.message
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from splitctl.errors import DeadlineExceeded, SplitctlError, WorkerLost
-from splitctl.ipc.jobs import Failure, Fault, ReserveRequest
+from splitctl.errors import DeadlineExceeded, WorkerLost
+from splitctl.ipc.jobs import Failure, Fault, RequestFailed, ReserveRequest
 from splitctl.ipc.process import run_job
 from splitctl.last_words import telling_line
 from splitctl.placement import Placement
@@ -16,25 +16,6 @@ from splitctl.planning.reservation import Reservation
 
 #: A dry run that says nothing for so long hangs [seconds]; it reads a header, and loads nothing.
 DEADLINE_S = 60.0
-
-
-class LibraryMissing(SplitctlError):
-    """The library could not be asked at all."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        """Build from what the child said.
-
-        Args:
-            kind: the error's class name there.
-            message: its text, with what to do.
-        """
-        self.kind = kind
-        self.message = message
-        super().__init__(kind, message)
-
-    def __str__(self) -> str:
-        """Say what the child said."""
-        return self.message
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +62,7 @@ class Reserver:
             The reservations; what a build cannot plan is missing, and says why.
 
         Raises:
-            LibraryMissing: no library can be used.
+            RequestFailed: no library can be used.
         """
         why = ""
         request = ReserveRequest(self.model, self.library, placement, tuple(sizes), self.rpc)
@@ -93,13 +74,13 @@ class Reserver:
             case DeadlineExceeded() as lost:
                 why = f"the dry run hangs: {lost}"
             case Failure() as failure if not library:
-                raise LibraryMissing(failure.name, failure.message)
+                raise RequestFailed(Fault.LIBRARY, failure.name, failure.message)
             case Failure(Fault.INTERNAL, name, message):
                 why = f"{name}: {message}"
             case Failure() as failure:
                 why = failure.message
         if not library:
-            raise LibraryMissing("WorkerLost", f"{why}; splitctl doctor shows the library")
+            raise RequestFailed(Fault.LIBRARY, "WorkerLost", f"{why}; splitctl doctor shows the library")
         found = tuple(Reservation.from_json(one) for one in end.body["reservations"])
         if sizes and not library["can_reserve"]:
             why = f"{library['version']} cannot plan without loading"

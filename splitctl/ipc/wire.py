@@ -34,24 +34,21 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 MAX_ITEMS = 1 << 24
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class MessageInvalid(SplitctlError):
-    """A message that is not what it should be."""
+    """A message that is not what it should be.
 
-    def __init__(self, field: str, found: str, wanted: str) -> None:
-        """Build from what was looked at.
+    Attributes:
+        field: its name, with dots where it lies deeper; empty for the message as a whole.
+        found: what is there, shortened.
+        wanted: what should be, as a phrase.
+    """
 
-        Args:
-            field: its name, with dots where it lies deeper; empty for the message as a whole.
-            found: what is there, shortened.
-            wanted: what should be, as a phrase.
-        """
-        self.field = field
-        self.found = found
-        self.wanted = wanted
-        super().__init__(field, found, wanted)
+    field: str
+    found: str
+    wanted: str
 
     def __str__(self) -> str:
-        """Name all three."""
         where = f"{self.field!r} of the message" if self.field else "the message"
         return f"{where} is {self.found}; wanted: {self.wanted}"
 
@@ -62,15 +59,7 @@ def kinds_of(union: Any) -> Mapping[str, type]:
 
 
 def to_line(message: object, kinds: Mapping[str, type]) -> bytes:
-    """Write a message as one line.
-
-    Args:
-        message: a dataclass of one of the kinds.
-        kinds: name -> class, for all messages that may stand here.
-
-    Returns:
-        JSON with the message's name under ``kind``, and a line feed.
-    """
+    """Write a message of one of the kinds as one line: JSON with its name under ``kind``, and a line feed."""
     return line_of(to_object(message, kinds))
 
 
@@ -91,9 +80,6 @@ def from_line(line: bytes, kinds: Mapping[str, type], *, max_bytes: int) -> Any:
         line: with or without its line feed.
         kinds: name -> class, for all messages that may stand here.
         max_bytes: a longer line is refused before it is read.
-
-    Returns:
-        The message.
 
     Raises:
         MessageInvalid: it is none.
@@ -138,7 +124,6 @@ def shown(value: object) -> str:
 
 
 def _start_of(value: object, depth: int) -> str:
-    """Write as much of a value as can be shown."""
     match value:
         case str() | bytes():
             return repr(value[:_SHOWN])
@@ -188,7 +173,6 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def _build(kind: Any, body: Mapping[str, Any], where: str) -> Any:
-    """Build a dataclass from an object, field by field."""
     hints = _hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     unknown = sorted(set(body) - set(fields))

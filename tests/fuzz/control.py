@@ -22,8 +22,9 @@ import psutil
 
 from splitctl.carry.sequence import SamplerSpec
 from splitctl.control.client import ask
-from splitctl.control.requests import CANCEL, MAX_REQUEST_BYTES, REQUESTS, GenerateRequest, StatusRequest
+from splitctl.control.requests import MAX_REQUEST_BYTES, REQUESTS, GenerateRequest, StatusRequest
 from splitctl.control.sockets import Address
+from splitctl.ipc.jobs import CANCEL
 from splitctl.ipc.wire import MessageInvalid, from_line
 
 _GUARD_S = 120.0

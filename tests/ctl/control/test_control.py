@@ -14,12 +14,12 @@ import pytest
 
 from splitctl.carry.sequence import SamplerSpec
 from splitctl.control import requests
-from splitctl.control.client import Client, ControlAnswer, ControlEvent, HostGone, RequestFailed, ask
+from splitctl.control.client import Client, ControlAnswer, ControlEvent, HostGone, ask
 from splitctl.control.requests import GenerateRequest, StatusRequest, SwitchRequest
 from splitctl.control.server import ControlLimits
 from splitctl.control.sockets import Address, NoSuchSession
 from splitctl.errors import Busy, Cancelled, Parked, Reason, Refused
-from splitctl.ipc.jobs import Fault
+from splitctl.ipc.jobs import Fault, RequestFailed
 from splitctl.ipc.wire import MessageInvalid, from_line, to_line
 from splitctl.outcome import Proof, SwitchOptions
 from splitctl.placement import Changes, SplitMode
@@ -278,7 +278,7 @@ def test_errors_say_whose_fault_they_are(error: Exception, fault: str, kind: str
         here.call(lambda: setattr(here.host, "error", error))
         with pytest.raises(RequestFailed) as caught:
             ask(here.address, requests.SaveRequest(Path("/a")))
-        assert (caught.value.fault.value, caught.value.kind) == (fault, kind)
+        assert (caught.value.fault.value, caught.value.name) == (fault, kind)
         assert bool(here.host.lines) == (kind in {"_Broken", "OSError", "CallFailed"})
         here.call(lambda: setattr(here.host, "error", None))
         assert ask(here.address, StatusRequest())["state"] == "serving"

@@ -15,10 +15,9 @@ from splitctl.control.requests import ChatMessage, GenerateRequest
 from splitctl.errors import Busy, Parked, WorkerLost
 from splitctl.host import manager
 from splitctl.host.events import SessionParked, SessionRecovered, SwitchEnded, TrialEnded, WorkerGone
-from splitctl.host.pending import OrderFailed
 from splitctl.host.streams import MAX_WAITING, Done, Why
 from splitctl.host.supervisor import HostState, Supervisor
-from splitctl.ipc.jobs import Failure, Fault
+from splitctl.ipc.jobs import Failure, Fault, RequestFailed
 from splitctl.ipc.orders import (
     Check,
     Checked,
@@ -314,7 +313,7 @@ def test_orders_in_flight_fail_or_are_given_again(tmp_path: Path) -> None:
         await scene.order(Check)
         scene.link.die("the worker died")
         for one in asked:
-            with pytest.raises(OrderFailed, match=r"failed: the worker died; the session goes on, try again"):
+            with pytest.raises(RequestFailed, match=r"failed: the worker died; the session goes on, try again"):
                 await one
         with pytest.raises(Busy, match="recovering"):
             await scene.supervisor.switch({"mode": SplitMode.TENSOR})
@@ -407,7 +406,7 @@ def test_attempts_end_in_a_parked_session(tmp_path: Path) -> None:
 async def _come_back(scene: Scene, path: Path) -> None:
     """Fail to bring a parked session back in three ways, then do it."""
     n = len(scene.links)
-    with pytest.raises(OrderFailed, match="could not"):
+    with pytest.raises(RequestFailed, match="could not"):
         await scene.while_it(scene.supervisor.restore(path), lambda: scene.link.die("the worker could not"))
     lost = WorkerLost(1, "died", ())
     with pytest.raises(WorkerLost):
@@ -417,7 +416,7 @@ async def _come_back(scene: Scene, path: Path) -> None:
     scene.link.open()
     order = await scene.order(Restore)
     scene.link.report(Failed(order.order, Fault.CONFIG, "CarryDamaged", "damaged"))
-    with pytest.raises(OrderFailed, match="damaged"):
+    with pytest.raises(RequestFailed, match="damaged"):
         await again
     assert scene.supervisor.state is HostState.PARKED
     again = asyncio.ensure_future(scene.supervisor.restore(path))
@@ -688,7 +687,7 @@ def test_a_switch_that_the_worker_cannot_take_is_over(tmp_path: Path) -> None:
         asked = scene.switch()
         order = await scene.order(Switch)
         scene.link.report(Failed(order.order, Fault.BUSY, "Busy", "not now"))
-        with pytest.raises(OrderFailed, match="not now"):
+        with pytest.raises(RequestFailed, match="not now"):
             await asked
         assert scene.supervisor.state is HostState.SERVING
 
@@ -832,9 +831,9 @@ def test_an_empty_session_leaves_no_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("end", "error"),
     [
-        ({"failure": Failure(Fault.MODEL, "BadModelFile", "it is cut short")}, OrderFailed),
+        ({"failure": Failure(Fault.MODEL, "BadModelFile", "it is cut short")}, RequestFailed),
         ({"lost": WorkerLost(1, "died by signal 6 (SIGABRT)", ())}, WorkerLost),
-        ({}, OrderFailed),
+        ({}, RequestFailed),
     ],
 )
 def test_a_session_that_cannot_be_opened_is_an_error(tmp_path: Path, end: dict[str, Any], error: type) -> None:
@@ -845,7 +844,7 @@ def test_a_session_that_cannot_be_opened_is_an_error(tmp_path: Path, end: dict[s
         with pytest.raises(error) as caught:
             await scene.while_it(scene.supervisor.start(), lambda: scene.link.die("the worker died", **end))
         if "failure" in end:
-            assert isinstance(caught.value, OrderFailed)
+            assert isinstance(caught.value, RequestFailed)
             assert (caught.value.fault, caught.value.name, str(caught.value)) == (
                 Fault.MODEL,
                 "BadModelFile",

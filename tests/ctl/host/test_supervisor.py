@@ -17,10 +17,9 @@ from splitctl.carry.sequence import SamplerSpec
 from splitctl.control.requests import ChatMessage, GenerateRequest
 from splitctl.errors import Busy, Parked, WorkerLost
 from splitctl.host.events import SessionParked, SessionSaved, TrialEnded, WorkerGone
-from splitctl.host.pending import OrderFailed
 from splitctl.host.streams import Why
 from splitctl.host.supervisor import HostState, Supervisor
-from splitctl.ipc.jobs import Fault
+from splitctl.ipc.jobs import Fault, RequestFailed
 from splitctl.outcome import SwitchOptions
 from splitctl.placement import Placement, SplitMode
 from tests.ctl.hosting import GREEDY, GUARD_S, LAYER, TENSOR, Client, ask, config, environment, request_of, soon
@@ -289,7 +288,7 @@ def test_a_parked_session_comes_back(tmp_path: Path, undisturbed: tuple[tuple[in
         assert parked.sequences[0].tokens.tolist() == [*_PROMPTS[0], *client.tokens]
         with pytest.raises(Parked, match=str(path)):
             await stage.ask(1)
-        with pytest.raises((OrderFailed, WorkerLost)):
+        with pytest.raises((RequestFailed, WorkerLost)):
             await stage.supervisor.restore(path)
         assert stage.supervisor.state is HostState.PARKED
         stage.faults.clear()
@@ -383,7 +382,7 @@ def test_a_model_that_is_none_is_an_error(tmp_path: Path) -> None:
 
     async def run() -> None:
         stage = Stage(tmp_path)
-        with pytest.raises(OrderFailed) as caught:
+        with pytest.raises(RequestFailed) as caught:
             await stage.supervisor.start()
         assert caught.value.fault is Fault.MODEL
         assert stage.supervisor.worker_pid is None

@@ -20,9 +20,8 @@ from splitctl.errors import (
     SplitctlError,
     WorkerLost,
 )
-from splitctl.host.pending import OrderFailed
 from splitctl.http.errors import ApiError, api_error
-from splitctl.ipc.jobs import Fault
+from splitctl.ipc.jobs import Fault, RequestFailed
 from splitctl.ipc.wire import MessageInvalid
 
 
@@ -37,9 +36,9 @@ from splitctl.ipc.wire import MessageInvalid
         (Busy("a switch"), 409, None, "busy"),
         (Refused([Reason("no-row", "there is none")]), 409, None, "no-row"),
         (Cancelled("a switch"), 409, None, "cancelled"),
-        (OrderFailed(Fault.CONFIG, "UnknownDevice", "no such device"), 400, None, "UnknownDevice"),
-        (OrderFailed(Fault.BUSY, "Busy", "streams"), 409, None, "Busy"),
-        (OrderFailed(Fault.LIBRARY, "NativeError", "it failed"), 500, None, "NativeError"),
+        (RequestFailed(Fault.CONFIG, "UnknownDevice", "no such device"), 400, None, "UnknownDevice"),
+        (RequestFailed(Fault.BUSY, "Busy", "streams"), 409, None, "Busy"),
+        (RequestFailed(Fault.LIBRARY, "NativeError", "it failed"), 500, None, "NativeError"),
         (Parked(None, "its device is gone"), 503, None, "parked"),
         (DeadlineExceeded("opening", 5.0), 503, None, "deadline"),
         (WorkerLost(7, "was killed", ()), 500, None, "WorkerLost"),
