@@ -25,11 +25,19 @@ class _Times:
 
     Attributes:
         tokens: of each stream.
-        stages: the first time that each stage of the switch was told.
+        stages: the first time that each stage of the switch was reported.
+        drawn: set with every token.
     """
 
     tokens: list[list[float]] = field(default_factory=lambda: [[] for _ in range(_N_STREAMS)])
     stages: dict[str, float] = field(default_factory=dict)
+    drawn: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def more_than(self, n_tokens: list[int]) -> None:
+        """Wait until every stream has more tokens than a number of its own."""
+        while any(len(tokens) <= n for tokens, n in zip(self.tokens, n_tokens, strict=True)):
+            self.drawn.clear()
+            await self.drawn.wait()
 
     def within(self, stream: int, first: float, last: float) -> int:
         """Count the tokens of a stream between two moments."""
@@ -48,6 +56,7 @@ def test_streams_go_on_while_a_switch_is_tried_in_a_child(smollm2: Path, tmp_pat
         async for event in await supervisor.generate(request):
             if isinstance(event, Delta) and event.token is not None:
                 times.tokens[number].append(time.perf_counter())
+                times.drawn.set()
 
     async def run() -> None:
         # A cache of its own: nothing is known of tensor mode yet, so it is tried.
@@ -60,16 +69,13 @@ def test_streams_go_on_while_a_switch_is_tried_in_a_child(smollm2: Path, tmp_pat
         streams = [asyncio.ensure_future(follow(supervisor, number)) for number in range(_N_STREAMS)]
         try:
             async with asyncio.timeout(4 * GUARD_S):
-                while not all(times.tokens):
-                    await asyncio.wait(streams, timeout=0.01, return_when=asyncio.FIRST_COMPLETED)
+                await times.more_than([0] * _N_STREAMS)
                 outcome = await supervisor.switch(
                     {"mode": SplitMode.TENSOR},
                     on_stage=lambda name, _: times.stages.setdefault(name, time.perf_counter()),
                 )
                 assert (outcome["status"], outcome["effective"]) == ("switched", "tensor")
-                n_before = [len(tokens) for tokens in times.tokens]
-                while any(len(tokens) <= n for tokens, n in zip(times.tokens, n_before, strict=True)):
-                    await asyncio.wait(streams, timeout=0.01, return_when=asyncio.FIRST_COMPLETED)
+                await times.more_than([len(tokens) for tokens in times.tokens])
         finally:
             await supervisor.stop(save=False)
             await asyncio.gather(*streams, return_exceptions=True)
