@@ -88,8 +88,8 @@ def require(found: Mapping[str, tuple[str, ...]], exported: Callable[[str], bool
     """
     lacking = [name for name in REQUIRED if name not in found]
     if lacking:
-        missing = [
+        missing = tuple(
             " or ".join("+".join(s for s in symbols if not exported(s)) for symbols in CAPABILITIES[name])
             for name in lacking
-        ]
+        )
         raise CapabilityMissing(", ".join(lacking), missing)

@@ -97,8 +97,7 @@ def handles(ffi: cffi.FFI, lib: Any, names: Sequence[str]) -> list[Any]:
     for name in names:
         handle = by_name.get(name.lower())
         if handle is None:
-            known = [text(ffi, lib.ggml_backend_dev_name(d)) for d in by_name.values()]
-            raise UnknownDevice(name, known)
+            raise UnknownDevice(name, tuple(text(ffi, lib.ggml_backend_dev_name(d)) for d in by_name.values()))
         found.append(handle)
     return found
 

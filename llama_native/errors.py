@@ -8,40 +8,34 @@ Laws:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
 
 _LOG_LINES_SHOWN = 6
 
 
 class NativeError(Exception):
-    """The abstract root of the package's errors."""
+    """The abstract root of the package's errors; a subclass is a dataclass of its fields."""
 
-    def __init__(self, *fields: object) -> None:
-        """Keep the subclass's own arguments as ``args``, from which ``__str__`` and pickling rebuild the error."""
-        if type(self) is NativeError:
-            msg = "NativeError is abstract: raise one of its subclasses"
-            raise TypeError(msg)
-        super().__init__(*fields)
+    def __init__(self) -> None:
+        raise TypeError("NativeError is abstract: raise one of its subclasses")
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), self.args)
+    def __post_init__(self) -> None:
+        # Pickling builds an error again from its args.
+        self.args = tuple(getattr(self, one.name) for one in dataclasses.fields(cast("Any", self)))
 
 
+@dataclass(eq=False, repr=False)
 class LibraryNotFound(NativeError):
     """No candidate could be used, whatever the reasons were.
 
-    Args:
+    Attributes:
         tried: one entry a candidate, ``str()`` of which reads "path (origin): reason".
     """
 
-    def __init__(self, tried: Iterable[object] = ()) -> None:
-        self.tried = tuple(tried)
-        super().__init__(self.tried)
+    tried: tuple[object, ...] = ()
 
     def __str__(self) -> str:
         looked = "".join(f"\n  {entry}" for entry in self.tried) or "\n  (no candidate at all)"
@@ -51,58 +45,55 @@ class LibraryNotFound(NativeError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class LibraryUnusable(NativeError):
     """One library that was asked for by name cannot be loaded or lacks what is required.
 
-    Args:
+    Attributes:
         path: the library file, or the folder that was searched.
         why: the fault, with what was found and what is wanted.
         next_action: what the user can do about it; may be empty.
     """
 
-    def __init__(self, path: str | Path, why: str, next_action: str = "") -> None:
-        self.path = str(path)
-        self.why = why
-        self.next_action = next_action
-        super().__init__(self.path, why, next_action)
+    path: str | Path
+    why: str
+    next_action: str = ""
 
     def __str__(self) -> str:
         tail = f"; {self.next_action}" if self.next_action else ""
         return f"{self.path} cannot be used: {self.why}{tail}"
 
 
+@dataclass(eq=False, repr=False)
 class UnsupportedAbi(NativeError):
     """The library's structs are not ones that this package knows, or are known and refused.
 
-    Args:
+    Attributes:
         found: what the library's own answers say about its layout.
         known: the nearest known layout and where it differs, or the layouts that are accepted.
         next_action: what the user can do about it; may be empty.
     """
 
-    def __init__(self, found: str, known: str, next_action: str = "") -> None:
-        self.found = found
-        self.known = known
-        self.next_action = next_action
-        super().__init__(found, known, next_action)
+    found: str
+    known: str
+    next_action: str = ""
 
     def __str__(self) -> str:
         tail = f"; {self.next_action}" if self.next_action else ""
         return f"unsupported library layout: {self.found}; {self.known}{tail}"
 
 
+@dataclass(eq=False, repr=False)
 class CapabilityMissing(NativeError):
     """The library is sound but does not export what an operation needs.
 
-    Args:
+    Attributes:
         name: the capability's name.
         symbols: the exported names that are absent (of alternatives, all).
     """
 
-    def __init__(self, name: str, symbols: Iterable[str]) -> None:
-        self.name = name
-        self.symbols = tuple(symbols)
-        super().__init__(name, self.symbols)
+    name: str
+    symbols: tuple[str, ...]
 
     def __str__(self) -> str:
         return (
@@ -111,20 +102,19 @@ class CapabilityMissing(NativeError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class CallFailed(NativeError):
     """A library call reported failure by its return value.
 
-    Args:
+    Attributes:
         function: the C function's name.
         rc: its return code; None where it returned NULL or false.
         log_tail: the last lines that the library logged, oldest first.
     """
 
-    def __init__(self, function: str, rc: int | None, log_tail: Iterable[str] = ()) -> None:
-        self.function = function
-        self.rc = rc
-        self.log_tail = tuple(log_tail)
-        super().__init__(function, rc, self.log_tail)
+    function: str
+    rc: int | None
+    log_tail: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         returned = "NULL" if self.rc is None else str(self.rc)
@@ -133,53 +123,50 @@ class CallFailed(NativeError):
         return f"{self.function} failed (returned {returned}){said}"
 
 
+@dataclass(eq=False, repr=False)
 class HandleClosed(NativeError):
     """A handle was used after its close, or after the object that it stands on was closed.
 
-    Args:
+    Attributes:
         handle: the kind of handle, such as "model" or "context".
     """
 
-    def __init__(self, handle: str) -> None:
-        self.handle = handle
-        super().__init__(handle)
+    handle: str
 
     def __str__(self) -> str:
         return f"this {self.handle} is closed; open a new one"
 
 
+@dataclass(eq=False, repr=False)
 class Reentered(NativeError):
     """A second call entered a handle while the first was still inside it.
 
-    Args:
+    Attributes:
         handle: the kind of handle.
         function: the call that was refused.
         inside: the call that is in progress; may be empty.
     """
 
-    def __init__(self, handle: str, function: str, inside: str = "") -> None:
-        self.handle = handle
-        self.function = function
-        self.inside = inside
-        super().__init__(handle, function, inside)
+    handle: str
+    function: str
+    inside: str = ""
 
     def __str__(self) -> str:
         busy = f"{self.inside} is" if self.inside else "another call is"
         return f"{self.function} refused: {busy} still inside this {self.handle}; use one thread at a time for a handle"
 
 
+@dataclass(eq=False, repr=False)
 class ForkedProcess(NativeError):
     """A handle made before a fork was used in the child.
 
-    Args:
+    Attributes:
         opened_in: process id in which the library was opened.
         used_in: process id of the caller.
     """
 
-    def __init__(self, opened_in: int, used_in: int) -> None:
-        self.opened_in = opened_in
-        self.used_in = used_in
-        super().__init__(opened_in, used_in)
+    opened_in: int
+    used_in: int
 
     def __str__(self) -> str:
         return (
@@ -188,18 +175,17 @@ class ForkedProcess(NativeError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class SecondLibrary(NativeError):
     """A process has one llama library, and a second one was asked for.
 
-    Args:
+    Attributes:
         open_path: the library that this process has open.
         asked: the one that was asked for.
     """
 
-    def __init__(self, open_path: str | Path, asked: str | Path) -> None:
-        self.open_path = str(open_path)
-        self.asked = str(asked)
-        super().__init__(self.open_path, self.asked)
+    open_path: str
+    asked: str
 
     def __str__(self) -> str:
         return (
@@ -208,52 +194,49 @@ class SecondLibrary(NativeError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class LoadCancelled(NativeError):
     """A load ended because its progress callback asked for it.
 
-    Args:
+    Attributes:
         path: the model file.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        super().__init__(path)
+    path: str
 
     def __str__(self) -> str:
         return f"the load of {self.path} was cancelled"
 
 
+@dataclass(eq=False, repr=False)
 class UnknownDevice(NativeError):
     """A device was named that the library does not have.
 
-    Args:
+    Attributes:
         name: what was asked for.
         known: the library's device names.
     """
 
-    def __init__(self, name: str, known: Iterable[str]) -> None:
-        self.name = name
-        self.known = tuple(known)
-        super().__init__(name, self.known)
+    name: str
+    known: tuple[str, ...]
 
     def __str__(self) -> str:
         return f"there is no device {self.name!r}; this library has {', '.join(self.known)} (see: splitctl devices)"
 
 
+@dataclass(eq=False, repr=False)
 class RpcServerUnusable(NativeError):
     """An RPC server was named that cannot be used.
 
-    Args:
+    Attributes:
         endpoint: HOST:PORT, as it was given.
         why: the fault.
         next_action: what the user can do about it.
     """
 
-    def __init__(self, endpoint: str, why: str, next_action: str) -> None:
-        self.endpoint = endpoint
-        self.why = why
-        self.next_action = next_action
-        super().__init__(endpoint, why, next_action)
+    endpoint: str
+    why: str
+    next_action: str
 
     def __str__(self) -> str:
         return f"the RPC server {self.endpoint!r} cannot be used: {self.why}; {self.next_action}"

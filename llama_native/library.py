@@ -135,7 +135,7 @@ class Library:
         """Raise CapabilityMissing unless this build has the capability."""
         if capability not in self.capabilities:
             symbols = capabilities.CAPABILITIES[capability][0]
-            raise CapabilityMissing(capability, [s for s in symbols if not self.exports(s)])
+            raise CapabilityMissing(capability, tuple(s for s in symbols if not self.exports(s)))
 
     def exports(self, symbol: str) -> bool:
         """Tell whether the library, or one that it was linked with, exports a bound symbol."""
@@ -218,7 +218,7 @@ def _open(path: Path | None, env: Mapping[str, str]) -> Library:
             if _open_library.forked:
                 raise ForkedProcess(_open_library.pid, os.getpid())
             if path is not None and not path.is_dir() and path.resolve() != _open_library.path.resolve():
-                raise SecondLibrary(_open_library.path, path)
+                raise SecondLibrary(str(_open_library.path), str(path))
             return _open_library
         chosen, origin, version = _choose(path, env)
         _open_library = _load(chosen, origin, version)

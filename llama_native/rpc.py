@@ -147,6 +147,6 @@ def serve(ffi: Any, lib: Any, endpoint: str, devices: Sequence[Any], n_threads: 
     name = "ggml_backend_rpc_start_server"
     start = find(ffi, lib, name, "void (*)(const char *, const char *, size_t, size_t, ggml_backend_dev_t *)")
     if not start:
-        raise CapabilityMissing("rpc", [name])
+        raise CapabilityMissing("rpc", (name,))
     handles = ffi.new("ggml_backend_dev_t[]", list(devices))
     start(endpoint.encode("ascii"), ffi.NULL, n_threads, len(devices), handles)
