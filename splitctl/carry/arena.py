@@ -39,8 +39,8 @@ class Arena:
         """Hold nothing yet.
 
         Args:
-            fd: a memory file to lie in, as large as it may be and with whatever it holds; it is borrowed, and only ever
-                grown. None: memory of this process alone.
+            fd: a memory file to lie in, of any size and content; it is borrowed, and only ever grown. None: memory of
+                this process alone.
         """
         self._fd = fd
         self._block: mmap.mmap | None = None

@@ -108,13 +108,7 @@ class SealedCarry:
 
 
 def seal(carry: Carry) -> SealedCarry:
-    """Check a carry against itself and take its checksums; one pass over the state, no copy.
-
-    Args:
-        carry: the carry; must not change from here on.
-
-    Returns:
-        The sealed carry.
+    """Check a carry, which must not change from here on, against itself and take its checksums; copies nothing.
 
     Raises:
         CarryDamaged: it contradicts itself.
@@ -125,11 +119,7 @@ def seal(carry: Carry) -> SealedCarry:
 
 
 def verify(sealed: SealedCarry, path: Path | None = None) -> None:
-    """Check that a sealed carry is still what was sealed, every byte of it.
-
-    Args:
-        sealed: the sealed carry.
-        path: the file it came from, for the message.
+    """Check that a sealed carry is still what was sealed, every byte of it; ``path`` is for the message.
 
     Raises:
         CarryDamaged: something differs; it says what.
@@ -140,13 +130,7 @@ def verify(sealed: SealedCarry, path: Path | None = None) -> None:
 
 
 def check(path: Path, words: Words, tensors: Mapping[str, NDArray[Any]], checksums: Mapping[str, str]) -> None:
-    """Check that a carry whose tensors are at hand one by one is what was sealed.
-
-    Args:
-        path: where, for the message.
-        words: everything of it that is no tensor.
-        tensors: name -> array, borrowed.
-        checksums: what it was sealed with.
+    """Check that a carry whose tensors are at hand one by one is what was sealed; ``path`` is for the message.
 
     Raises:
         CarryDamaged: something differs, is missing or too much; it says what.
@@ -161,11 +145,7 @@ def _refuse_changed(path: Path | None, now: Mapping[str, str], then: Mapping[str
 
 
 def check_fits(carry: Carry, session: Fingerprint) -> tuple[Difference, ...]:
-    """Check that a carry belongs to a session's model and adapters.
-
-    Args:
-        carry: the carry.
-        session: the fingerprint that the session would give its own carry.
+    """Check that a carry belongs to the model and adapters of a session, whose own carry would have its fingerprint.
 
     Returns:
         Differences of representation, which the caller converts or refuses by name.
@@ -180,11 +160,7 @@ def check_fits(carry: Carry, session: Fingerprint) -> tuple[Difference, ...]:
 
 
 def write(path: Path, sealed: SealedCarry) -> None:
-    """Put a sealed carry on disk, whole or not at all; a file that is there already is replaced.
-
-    Args:
-        path: where; a link is not followed.
-        sealed: the sealed carry; verified before anything is written.
+    """Verify a sealed carry and put it on disk, whole or not at all; replaces a file, follows no link.
 
     Raises:
         CarryDamaged: it is not what was sealed.
@@ -193,20 +169,12 @@ def write(path: Path, sealed: SealedCarry) -> None:
     verify(sealed)
     try:
         write_tensors(path, _tensors(sealed.carry), _metadata(sealed))
-    except OSError as error:
-        raise CarryNotWritten(path, error.strerror or str(error)) from error
-    except ValueError as error:
-        raise CarryNotWritten(path, str(error)) from error
+    except (OSError, ValueError) as error:
+        raise CarryNotWritten(path, getattr(error, "strerror", None) or str(error)) from error
 
 
 def read(path: Path) -> SealedCarry:
-    """Read a carry and verify every byte of it.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The sealed carry, in memory of its own; its state is read-only.
+    """Read a carry into memory of its own and verify every byte of it; its state is read-only.
 
     Raises:
         CarryDamaged: missing, cut short, damaged, or not a carry; it says what was found.
@@ -315,7 +283,6 @@ def _refuse_other_tensors(path: Path | None, slots: Mapping[str, TensorSlot | ND
     wanted = {_STATE, *(_row_name(one.seq_id, row) for one in words.sequences for row in _ROWS)}
     if others := sorted(slots.keys() ^ wanted):
         raise CarryDamaged(path, f"missing from it, or not of its sequences: {', '.join(others)[:200]}")
-    if slots[_STATE].dtype != np.uint8 or len(slots[_STATE].shape) != 1:
-        raise CarryDamaged(
-            path, f"its state is {slots[_STATE].dtype}{list(slots[_STATE].shape)}, wanted a row of bytes"
-        )
+    state = slots[_STATE]
+    if state.dtype != np.uint8 or len(state.shape) != 1:
+        raise CarryDamaged(path, f"its state is {state.dtype}{list(state.shape)}, wanted a row of bytes")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from splitctl.errors import Difference
 
@@ -88,9 +88,6 @@ class Fingerprint:
     def differences(self, session: Fingerprint) -> tuple[tuple[Difference, ...], tuple[Difference, ...]]:
         """Compare a carry's fingerprint (self) with a session's.
 
-        Args:
-            session: the fingerprint that the session would give its own carry.
-
         Returns:
             Differences of identity, then of representation; each in the order of the fields.
         """
@@ -109,33 +106,21 @@ def _differences(carried: Identity | Representation, wanted: Identity | Represen
     for one in fields(carried):
         was, now = getattr(carried, one.name), getattr(wanted, one.name)
         if one.name == "rope":
-            found += _rope_differences(dict(was), dict(now))
+            found += _entry_differences("rope", dict(was), dict(now), absent="unset")
         elif one.name == "adapters":
-            found += _adapter_differences(was, now)
+            old, new = (
+                {at: f"{checksum} at scale {scale!r}" for at, (checksum, scale) in enumerate(adapters)}
+                for adapters in (was, now)
+            )
+            found += _entry_differences("adapter", old, new, absent="none")
         elif was != now:
             found.append(Difference(one.name, str(was), str(now)))
     return tuple(found)
 
 
-def _rope_differences(was: dict[str, str], now: dict[str, str]) -> list[Difference]:
+def _entry_differences(what: str, was: dict[Any, str], now: dict[Any, str], *, absent: str) -> list[Difference]:
     return [
-        Difference(f"rope {name}", was.get(name, "unset"), now.get(name, "unset"))
-        for name in sorted(was.keys() | now.keys())
-        if was.get(name) != now.get(name)
+        Difference(f"{what} {key}", was.get(key, absent), now.get(key, absent))
+        for key in sorted(was.keys() | now.keys())
+        if was.get(key) != now.get(key)
     ]
-
-
-def _adapter_differences(was: tuple[tuple[str, float], ...], now: tuple[tuple[str, float], ...]) -> list[Difference]:
-    found: list[Difference] = []
-    for at in range(max(len(was), len(now))):
-        old, new = _adapter_at(was, at), _adapter_at(now, at)
-        if old != new:
-            found.append(Difference(f"adapter {at}", old, new))
-    return found
-
-
-def _adapter_at(adapters: tuple[tuple[str, float], ...], at: int) -> str:
-    if at >= len(adapters):
-        return "none"
-    checksum, scale = adapters[at]
-    return f"{checksum} at scale {scale!r}"

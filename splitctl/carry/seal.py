@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from splitctl.carry.arena import Arena
     from splitctl.carry.file import Carry
 
-_NO_STATE = memoryview(b"")
-
 
 @dataclass(frozen=True, slots=True)
 class Seal:
@@ -47,7 +45,7 @@ class Seal:
 
 
 def put(arena: Arena, index: int, carry: Carry, digest: bytes) -> Seal:
-    """Put what belongs to a state beside it, so that the arena holds the whole carry.
+    """Put what belongs to a state behind it, so that the arena holds the whole carry; returns where everything lies.
 
     Args:
         arena: shared memory, whose first bytes are the carry's state.
@@ -55,16 +53,13 @@ def put(arena: Arena, index: int, carry: Carry, digest: bytes) -> Seal:
         carry: the carry.
         digest: xxh3-128 of its state.
 
-    Returns:
-        Where everything lies.
-
     Raises:
         CarryDamaged: the carry contradicts itself.
         OSError: the arena cannot grow by as much.
         ValueError: the carry's description is larger than a reader accepts.
     """
     n_state = len(carry.state)
-    rest = carries.to_bytes(carries.seal(dataclasses.replace(carry, state=_NO_STATE)))
+    rest = carries.to_bytes(carries.seal(dataclasses.replace(carry, state=memoryview(b""))))
     offset = -(-n_state // mmap.PAGESIZE) * mmap.PAGESIZE
     end = offset + len(rest)
     arena.reserve(end)
@@ -73,14 +68,7 @@ def put(arena: Arena, index: int, carry: Carry, digest: bytes) -> Seal:
 
 
 def take(arena: Arena, seal: Seal) -> Carry:
-    """Take a sealed carry out of an arena.
-
-    Args:
-        arena: the memory that it lies in.
-        seal: where.
-
-    Returns:
-        The carry. Lifetime: its state is a view of the arena.
+    """Take a sealed carry out of an arena. Lifetime: its state is a view of the arena.
 
     Raises:
         CarryDamaged: the memory does not hold what was sealed.

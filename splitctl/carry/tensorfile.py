@@ -71,37 +71,29 @@ def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]], metadata: Map
             save_file(whole, temporary, dict(metadata))
         except SafetensorError as error:
             raise OSError(str(error)) from error
-        if (n_header := _header_bytes(temporary)) > MAX_HEADER_BYTES:
-            raise ValueError(f"its header takes {n_header} bytes, at most {MAX_HEADER_BYTES} can be read back")
+        _refuse_long_header(_header_bytes(temporary))
+
+
+def _refuse_long_header(n_header: int) -> None:
+    if n_header > MAX_HEADER_BYTES:
+        raise ValueError(f"its header takes {n_header} bytes, at most {MAX_HEADER_BYTES} can be read back")
 
 
 def pack_tensors(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
-    """Give the bytes of a file without writing one.
-
-    Args:
-        tensors: as for :func:`write_tensors`.
-        metadata: what else is to be said, as texts.
-
-    Returns:
-        What :class:`PackedTensors` reads.
+    """Give the bytes of a file, for :class:`PackedTensors`, without writing one; takes what :func:`write_tensors` does.
 
     Raises:
         ValueError: the header is larger than a reader accepts.
     """
     packed = save({name: np.asarray(array, order="C") for name, array in tensors.items()}, dict(metadata))
-    if (n_header := int.from_bytes(packed[:_SIZE_BYTES], "little")) > MAX_HEADER_BYTES:
-        raise ValueError(f"its header takes {n_header} bytes, at most {MAX_HEADER_BYTES} can be read back")
+    _refuse_long_header(int.from_bytes(packed[:_SIZE_BYTES], "little"))
     return packed
 
 
 def view_of(array: NDArray[Any]) -> memoryview:
-    """Give the bytes of an array without a copy.
+    """Give the bytes of an array as a flat view; only an array that is not C-contiguous is copied.
 
-    Args:
-        array: C-contiguous; any other is copied.
-
-    Returns:
-        A flat view of its bytes. Lifetime: borrowed from the array.
+    Lifetime: borrowed from the array.
     """
     # A memoryview with a zero among its axes cannot be cast.
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
@@ -115,10 +107,7 @@ class TensorFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open a file and check its header against its size.
-
-        Args:
-            path: a regular file; a link to one is followed.
+        """Open a regular file, or a link to one, and check its header against its size.
 
         Raises:
             CarryDamaged: it cannot be opened, or is not a sound file of this format.
@@ -139,13 +128,7 @@ class TensorFile:
         self._file.__exit__(None, None, None)
 
     def read(self, name: str) -> NDArray[Any]:
-        """Read a tensor into an array of its own; its bytes are in memory once.
-
-        Args:
-            name: which, one of ``slots``.
-
-        Returns:
-            The array, of the slot's type and shape, C order.
+        """Read one of ``slots`` into an array of its own, of the slot's type and shape, C order; held in memory once.
 
         Raises:
             CarryDamaged: the file became shorter, or the disk failed.
@@ -157,25 +140,18 @@ class TensorFile:
         return array
 
     def _slot(self, name: str) -> TensorSlot:
-        dtype, shape = self._said_of(name)
-        if dtype not in _DTYPES:
-            raise CarryDamaged(self.path, f"tensor {name!r:.60} is {dtype}, wanted one of {', '.join(_DTYPES)}")
-        return TensorSlot(_DTYPES[dtype], tuple(shape))
-
-    def _said_of(self, name: str) -> tuple[str, list[int]]:
-        # The library's view of a tensor keeps the file open, so none outlives this call.
+        # The library's view of a tensor keeps the file open, so none outlives this call, or is held by its error.
         about = self._file.get_slice(name)
-        return about.get_dtype(), about.get_shape()
+        said, shape = about.get_dtype(), tuple(about.get_shape())
+        del about
+        return TensorSlot(_dtype(self.path, name, said), shape)
 
 
 class PackedTensors:
     """The bytes of a file in memory, read and checked in full."""
 
     def __init__(self, packed: bytes) -> None:
-        """Read them.
-
-        Args:
-            packed: what :func:`pack_tensors` gave.
+        """Read what :func:`pack_tensors` gave.
 
         Raises:
             CarryDamaged: they are not sound.
@@ -191,7 +167,10 @@ class PackedTensors:
             )
         except (ValueError, SafetensorError) as error:
             raise _damaged(None, error) from error
-        self._arrays = {name: _array(name, one) for name, one in found.items()}
+        self._arrays: Mapping[str, NDArray[Any]] = {
+            name: np.frombuffer(one["data"], _dtype(None, name, one["dtype"])).reshape(one["shape"])
+            for name, one in found.items()
+        }
         self.slots: Mapping[str, TensorSlot] = {
             name: TensorSlot(one.dtype, one.shape) for name, one in self._arrays.items()
         }
@@ -201,10 +180,10 @@ class PackedTensors:
         return self._arrays[name]
 
 
-def _array(name: str, about: Mapping[str, Any]) -> NDArray[Any]:
-    if about["dtype"] not in _DTYPES:
-        raise CarryDamaged(None, f"tensor {name!r:.60} is {about['dtype']}, wanted one of {', '.join(_DTYPES)}")
-    return np.frombuffer(about["data"], _DTYPES[about["dtype"]]).reshape(about["shape"])
+def _dtype(path: Path | None, name: str, said: str) -> np.dtype[Any]:
+    if said not in _DTYPES:
+        raise CarryDamaged(path, f"tensor {name!r:.60} is {said}, wanted one of {', '.join(_DTYPES)}")
+    return _DTYPES[said]
 
 
 def _header_bytes(path: Path) -> int:

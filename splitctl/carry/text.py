@@ -70,11 +70,7 @@ _RECORDS: Mapping[Any, Mapping[str, Any]] = {
 
 
 def to_texts(words: Words) -> dict[str, str]:
-    """Turn words into texts, always the same texts for the same words.
-
-    Returns:
-        Name -> JSON text in ASCII.
-    """
+    """Turn words into JSON texts in ASCII by name, always the same texts for the same words."""
     values = {
         "identity": words.fingerprint.identity,
         "representation": words.fingerprint.representation,
@@ -86,13 +82,7 @@ def to_texts(words: Words) -> dict[str, str]:
 
 
 def from_texts(texts: Mapping[str, str]) -> Words:
-    """Read texts back.
-
-    Args:
-        texts: name -> JSON text; names that are not of ``to_texts`` are not looked at.
-
-    Returns:
-        The words.
+    """Read texts back by name; names that are not of ``to_texts`` are not looked at.
 
     Raises:
         ValueError: something is missing, too much, of another kind or out of its range; it says what.
