@@ -38,14 +38,7 @@ _KINDS = {"model": "model", "KV": "cache", "RS": "recurrent", "output": "output"
 
 
 def buffer_lines(log: Iterable[str]) -> tuple[BufferLine, ...]:
-    """Find the lines that tell a buffer's size.
-
-    Args:
-        log: lines of the library's log.
-
-    Returns:
-        The buffers in the order of the log.
-    """
+    """Find the lines of the library's log that tell a buffer's size; returns the buffers in their order."""
     found = (_SIZE.search(line) for line in log)
     return tuple(
         BufferLine(one["buffer"], _KINDS.get(one["kind"], "cache"), round(float(one["mib"]) * _MIB))
@@ -55,10 +48,7 @@ def buffer_lines(log: Iterable[str]) -> tuple[BufferLine, ...]:
 
 
 def cache_sections(log: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """Find the lines that tell the size of a part of the cache, which a dry run prints in full.
-
-    Args:
-        log: lines of the library's log.
+    """Find the lines of the log that tell the size of a part of the cache, which a dry run prints in full.
 
     Yields:
         "cache" or "recurrent", and bytes.
@@ -67,16 +57,3 @@ def cache_sections(log: Iterable[str]) -> Iterator[tuple[str, int]]:
         if found := _SECTION.search(line):
             what = "recurrent" if "recurrent" in found["where"] else "cache"
             yield what, round(float(found["mib"]) * _MIB)
-
-
-def lost_pipeline(log: Iterable[str]) -> bool:
-    """Tell whether a context serves, and slower than it could.
-
-    Args:
-        log: lines of the library's log while the context was made.
-
-    Returns:
-        Whether the compute buffers of a layer split did not fit, and the library made smaller ones, with which its
-        devices wait for one another.  Source: sched_reserve in llama-context.cpp.
-    """
-    return any("retrying without pipeline parallelism" in line for line in log)

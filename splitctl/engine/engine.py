@@ -127,13 +127,8 @@ class Engine:
     ) -> None:
         """Hold what every placement of this session has in common.
 
-        Args:
-            library: the open library.
-            model_path: the GGUF.
-            adapters: loaded again whenever the model is.
-            embeddings: whether contexts compute embeddings.
-            is_cancelled: asked while the library works.
-            on_tick: called while the library works, as often as it calls back: a sign that it does not hang.
+        While the library works, ``is_cancelled`` is asked; ``on_tick`` is called as often as the library calls back:
+        a sign that it does not hang.
         """
         self.library = library
         self.model_path = model_path

@@ -208,14 +208,9 @@ class LiveSession:
         slots = [slot for slot in self.used() if slot.encoder_tokens.size]
         if not slots:
             return
-        tokens: list[int] = []
-        positions: list[int] = []
-        seq_ids: list[int] = []
-        for slot in slots:
-            n = int(slot.encoder_tokens.size)
-            tokens += slot.encoder_tokens.tolist()
-            positions += range(n)
-            seq_ids += [slot.seq_id] * n
+        tokens = [token for slot in slots for token in slot.encoder_tokens.tolist()]
+        positions = [position for slot in slots for position in range(slot.encoder_tokens.size)]
+        seq_ids = [slot.seq_id for slot in slots for _ in range(slot.encoder_tokens.size)]
         self.engine.live_context.encode(tokens, positions, seq_ids, [True] * len(tokens))
 
     def replay_tokens(self) -> None:
@@ -229,20 +224,12 @@ class LiveSession:
 def batches(
     seq_id: int, tokens: Sequence[int], first: int, n_batch: int, *, last_output: bool = False
 ) -> Iterable[Batch]:
-    """Cut a sequence's tokens into batches.
+    """Cut tokens, the first of which has position ``first``, into batches of ``n_batch`` at most.
 
-    Args:
-        seq_id: the sequence.
-        tokens: int32[n].
-        first: position of the first token.
-        n_batch: most tokens of a batch.
-        last_output: whether the very last token's logits are wanted.
+    With ``last_output`` the logits of the very last token are wanted.
     """
-    n = len(tokens)
-    for start in range(0, n, n_batch):
+    for start in range(0, len(tokens), n_batch):
         chunk = tokens[start : start + n_batch]
-        size = len(chunk)
-        outputs = [False] * size
-        if last_output and start + size == n:
-            outputs[-1] = True
-        yield Batch(chunk, range(first + start, first + start + size), [seq_id] * size, outputs)
+        end = start + len(chunk)
+        outputs = [last_output and place == len(tokens) for place in range(start + 1, end + 1)]
+        yield Batch(chunk, range(first + start, first + end), [seq_id] * len(chunk), outputs)

@@ -30,12 +30,7 @@ class Sampler:
     """
 
     def __init__(self, library: Library, spec: SamplerSpec, n_vocab: int) -> None:
-        """Build the chain.
-
-        Args:
-            library: the open library.
-            spec: how to draw; ``self.spec`` has the seed that is used where this one asks for a random one.
-            n_vocab: tokens in the vocabulary.
+        """Build the chain; ``self.spec`` has the seed that is used where ``spec`` asks for a random one.
 
         Raises:
             llama_native.CallFailed: the library refused one of the samplers.
@@ -66,14 +61,7 @@ class Sampler:
         return self._chain.n_draws
 
     def sample(self, logits: NDArray[np.float32]) -> int:
-        """Draw one token, which the chain accepts.
-
-        Args:
-            logits: float32[n_vocab]; not changed.
-
-        Returns:
-            The token.
-        """
+        """Draw one token from logits (float32[n_vocab], not changed); the chain accepts it."""
         candidates = self._candidates
         candidates["id"] = self._ids
         candidates["logit"] = logits
@@ -88,14 +76,9 @@ class Sampler:
         self.accepted.append(token)
 
     def replay(self, accepted: Sequence[int], n_draws: int) -> None:
-        """Bring this fresh sampler to where a carried one was.
-
-        Args:
-            accepted: the tokens that it accepted, oldest first.
-            n_draws: the random draws that it made.
-        """
+        """Bring this fresh sampler to where a carried one was: tokens accepted, oldest first, and draws made."""
         self.accepted.extend(int(token) for token in accepted)
-        self._chain.replay([int(token) for token in accepted], n_draws)
+        self._chain.replay(self.accepted, n_draws)
 
     def close(self) -> None:
         """Free the chain; a second call does nothing."""

@@ -23,7 +23,6 @@ class Slot:
     """One sequence. Thread: the session's turn guards it."""
 
     def __init__(self, seq_id: int) -> None:
-        """Start empty."""
         self.seq_id = seq_id
         self.tokens = array("i")
         self.n_past = 0

@@ -25,7 +25,6 @@ class Turn:
     """
 
     def __init__(self) -> None:
-        """Start free."""
         self._changed = threading.Condition()
         self._owner: int | None = None
         self._what = ""
@@ -36,10 +35,7 @@ class Turn:
 
     @contextmanager
     def take(self, what: str) -> Iterator[None]:
-        """Wait for the turn, after any switch that waits for it too.
-
-        Args:
-            what: the work, as a noun, for whoever gets Busy meanwhile.
+        """Wait for the turn, after any switch that waits for it; ``what`` is the work, as a noun, for who gets Busy.
 
         Raises:
             Busy: this thread holds the turn already.
@@ -54,7 +50,9 @@ class Turn:
         try:
             yield
         finally:
-            self._leave()
+            with self._changed:
+                self._owner = None
+                self._changed.notify_all()
 
     @contextmanager
     def announce_switch(self, what: str) -> Iterator[None]:
@@ -82,9 +80,7 @@ class Turn:
     def enter_switch(self, timeout_s: float | None, is_cancelled: Callable[[], bool] = lambda: False) -> None:
         """Wait for the token boundary, then hold the turn until the announcement ends; no other work comes between.
 
-        Args:
-            timeout_s: how long to wait, seconds; None waits as long as it takes.
-            is_cancelled: asked while waiting.
+        ``timeout_s`` None waits as long as it takes; ``is_cancelled`` is asked meanwhile.
 
         Raises:
             DeadlineExceeded: the boundary did not come in time.
@@ -104,11 +100,6 @@ class Turn:
 
     def _enter(self, what: str) -> None:
         self._owner, self._what = threading.get_ident(), what
-
-    def _leave(self) -> None:
-        with self._changed:
-            self._owner = None
-            self._changed.notify_all()
 
     def _refuse_reentry(self) -> None:
         # A switch that still waits for its turn calls back too: its own thread would wait for itself.

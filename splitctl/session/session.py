@@ -27,8 +27,7 @@ from splitctl.session.decoder import Decoder
 from splitctl.session.storage import Restored, Storage
 from splitctl.switching.checking import Checked, Checker
 from splitctl.switching.effects import Effects, Run
-from splitctl.switching.switcher import Switcher
-from splitctl.switching.targets import complete
+from splitctl.switching.switcher import Switcher, complete
 
 if TYPE_CHECKING:
     import threading
@@ -573,11 +572,9 @@ class Session:
             self._switcher.close()
 
     def __enter__(self) -> Self:
-        """Return itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
         self.close()
 
     @contextmanager

@@ -96,12 +96,9 @@ class Checker:
         return self._first(None, placement, session, SwitchOptions(force=force)).reasons
 
     def switching(self, live: LiveSession, target: Placement, options: SwitchOptions) -> Checked:
-        """Check a target as far as that goes while streams go on; may take as long as a trial in a child process.
+        """Check a whole target as far as that goes while streams go on; may take as long as a trial in a child process.
 
-        Args:
-            live: the session's parts, read only.
-            target: the whole placement.
-            options: how the switch would be done; with ``force`` only the reasons that no trial could outlive count.
+        With ``options.force`` only the reasons that no trial could outlive count.
         """
         # A shift that another thread is at has been applied by the boundary, or is seen there.
         session = dataclasses.replace(_facts_of(live), pending_shift=False)

@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 
 def draw() -> str:
-    """Draw the whole machine.
-
-    Returns:
-        Markdown: a mermaid diagram of the way through, the table of every transition, and what each command does.
-    """
+    """Draw the whole machine in Markdown: a mermaid diagram, the table of every transition, what each command does."""
     return "\n".join([*_diagram(), "", *_transitions(), "", *_commands(), ""])
 
 

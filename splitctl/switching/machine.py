@@ -126,7 +126,6 @@ class SwitchEvent:
     placement: Placement | None = None
 
     def __post_init__(self) -> None:
-        """Refuse an event that says too little or too much."""
         wrong = ""
         if (self.request is not None) != (self.kind is EventKind.STARTED):
             wrong = "a request comes with started and only there"
@@ -135,8 +134,7 @@ class SwitchEvent:
         elif self.placement is not None and self.kind is not EventKind.DONE:
             wrong = "only what is done resolves a placement"
         if wrong:
-            text = f"event {self.kind.value}: {wrong}"
-            raise ValueError(text)
+            raise ValueError(f"event {self.kind.value}: {wrong}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,24 +172,21 @@ class MachineState:
     story: tuple[tuple[Stage, EventKind], ...] = ()
 
 
+@dataclass(eq=False, repr=False)
 class IllegalTransition(Exception):
-    """An event that the stage does not allow: a defect of the caller, who should have said Busy. Nothing changed."""
+    """An event that the stage does not allow: a defect of the caller, who should have said Busy. Nothing changed.
 
-    def __init__(self, stage: Stage, kind: EventKind, story: tuple[tuple[Stage, EventKind], ...]) -> None:
-        """Build from where the machine is.
+    Attributes:
+        stage: the stage.
+        kind: the event that it does not allow.
+        story: the steps so far, oldest first.
+    """
 
-        Args:
-            stage: the stage.
-            kind: the event that it does not allow.
-            story: the steps so far, oldest first.
-        """
-        self.stage = stage
-        self.kind = kind
-        self.story = story
-        super().__init__(stage, kind, story)
+    stage: Stage
+    kind: EventKind
+    story: tuple[tuple[Stage, EventKind], ...]
 
     def __str__(self) -> str:
-        """Name the stage, the event, what would be allowed, and the story so far."""
         allowed = ", ".join(kind.value for kind in TABLE[self.stage]) or "nothing"
         told = " ".join(f"{stage.value} -{kind.value}->" for stage, kind in self.story)
         so_far = f"{told} {self.stage.value}".lstrip()
@@ -210,14 +205,8 @@ _PARK: Row = (Stage.PARKING, (Command.PARK,))
 _PARKED: Row = (Stage.PARKED, (Command.REPORT,))
 _CLOSED: Row = (Stage.CLOSED, (Command.CLOSE,))
 
-_NOTHING_LOST: Mapping[EventKind, Row] = {
-    EventKind.FAILED: _BACK_TO_SERVING,
-    EventKind.CANCELLED: _BACK_TO_SERVING,
-}
-_FALL_BACK: Mapping[EventKind, Row] = {
-    EventKind.FAILED: _RELEASE,
-    EventKind.CANCELLED: _RELEASE,
-}
+_NOTHING_LOST = dict.fromkeys((EventKind.FAILED, EventKind.CANCELLED), _BACK_TO_SERVING)
+_FALL_BACK = dict.fromkeys((EventKind.FAILED, EventKind.CANCELLED), _RELEASE)
 
 
 def _falling_back(done: Row) -> Mapping[EventKind, Row]:
@@ -281,23 +270,12 @@ CANCELLED = Reason("cancelled", "the switch was cancelled")
 
 
 def serving(placement: Placement) -> MachineState:
-    """Give the state of a session that has just opened.
-
-    Args:
-        placement: where it serves, as the library resolved it.
-
-    Returns:
-        A state in SERVING.
-    """
+    """Give the state of a session that has just opened in ``placement``, as the library resolved it."""
     return MachineState(Stage.SERVING, effective=placement)
 
 
 def step(state: MachineState, event: SwitchEvent) -> tuple[MachineState, tuple[Command, ...]]:
-    """Take one event.
-
-    Args:
-        state: where the machine is; never changed.
-        event: what happened.
+    """Take one event; ``state`` is not changed.
 
     Returns:
         The next state, and the commands to carry out in order; at most one is not HOUSEKEEPING, and its end is the next

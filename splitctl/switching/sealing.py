@@ -44,7 +44,6 @@ class Digest:
     """
 
     def __init__(self, view: memoryview) -> None:
-        """Start."""
         self._view = view
         self._digest = b""
         self._thread = threading.Thread(target=self._take, name="seal", daemon=True)
@@ -60,11 +59,11 @@ class Digest:
 
 
 def contradictions(live: LiveSession, view: memoryview, wanted: Mapping[int, int]) -> tuple[str, int]:
-    """Say how bytes and session disagree.
+    """Say how the state of all sequences and the session disagree.
 
     Args:
         live: the session's parts.
-        view: the state of all sequences.
+        view: the state.
         wanted: sequence id -> last position, for every sequence that the memory holds.
 
     Returns:

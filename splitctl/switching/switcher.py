@@ -11,28 +11,47 @@ import dataclasses
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from splitctl.engine.engine import resolve_threads
 from splitctl.errors import Cancelled, DeadlineExceeded, Parked, Reason
-from splitctl.outcome import Stage, StageTimes, SwitchOutcome, SwitchStatus
+from splitctl.outcome import Stage, StageTimes, SwitchOutcome, SwitchStatus, Via
+from splitctl.placement import FlashAttn, Placement
 from splitctl.switching import machine
 from splitctl.switching.effects import MEETS
 from splitctl.switching.machine import Command, EventKind, MachineState, SwitchEvent, SwitchTarget
-from splitctl.switching.targets import choose_via
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from splitctl.placement import Placement
+    from splitctl.engine.live import LiveSession
     from splitctl.switching.effects import Effects, Run
 
 _TIMED = frozenset(field.name for field in dataclasses.fields(StageTimes))
 """The stages, by value, whose times an outcome tells."""
 
 
-class Switcher:
-    """Runs switches of one session.
+def complete(target: Placement, now: Placement) -> Placement:
+    """Fill in what a target leaves open: context size, flash attention as ``now`` has them resolved, and threads."""
+    return dataclasses.replace(
+        resolve_threads(target) if target.n_threads == 0 else target,
+        n_ctx=target.n_ctx or now.n_ctx,
+        flash_attn=now.flash_attn if target.flash_attn is FlashAttn.AUTO else target.flash_attn,
+    )
 
-    Thread: the session's turn guards it.
+
+def choose_via(target: Placement, live: LiveSession) -> Via:
+    """Choose who does the work.
+
+    Returns:
+        NATIVE only where the build has the call, nothing but the mode and tensor_split changes, and the session has
+        no adapters (the library's call refuses them).
     """
+    changed = set(live.placement.differs(target))
+    is_native = live.engine.library.has("native-switch") and not live.engine.adapters
+    return Via.NATIVE if is_native and changed and changed <= {"mode", "tensor_split"} else Via.COMPOSED
+
+
+class Switcher:
+    """Runs switches of one session. Thread: the session's turn guards it."""
 
     def __init__(self, effects: Effects, placement: Placement, *, clock: Callable[[], float] = perf_counter) -> None:
         """Start serving in ``placement``; ``clock`` gives seconds."""
@@ -78,12 +97,12 @@ class Switcher:
             state = MachineState(Stage.SERVING, served, requested=target, status=status, failed_at=at, reasons=reasons)
             return self._outcome(state, ms, (self._clock() - started) * 1e3)
 
-        def before(stage: Stage, began: float, work: Callable[[], tuple[Reason, ...]]) -> SwitchOutcome | None:
+        def before(stage: Stage, began: float, work: Callable[[], tuple[Reason, ...] | None]) -> SwitchOutcome | None:
             """Do what comes before the machine; returns the outcome where the switch ends with it."""
             run.progress(stage, 0.0)
             status = SwitchStatus.REFUSED
             try:
-                reasons = work()
+                reasons = work() or ()
             except Parked:
                 raise
             except Cancelled:
@@ -97,17 +116,13 @@ class Switcher:
             ms[stage.value] = (self._clock() - began) * 1e3
             return not_begun(status, stage, reasons) if reasons else None
 
-        def wait() -> tuple[Reason, ...]:
-            enter()
-            return ()
-
         if not self.effects.live.placement.differs(target):
             ended: SwitchOutcome | None = not_begun(SwitchStatus.UNCHANGED, Stage.CHECKING)
         else:
             ended = before(Stage.CHECKING, started, check)
             if checked is not None:
                 ms[Stage.CHECKING.value] = (checked - started) * 1e3
-            ended = ended or before(Stage.QUIESCING, checked or self._clock(), wait)
+            ended = ended or before(Stage.QUIESCING, checked or self._clock(), enter)
         if ended is None:
             self.effects.run = run
             self._ms, self._fallback_ms, self._counts = ms, None, (None, 0, 0)
@@ -127,17 +142,11 @@ class Switcher:
             self.last = dataclasses.replace(self.last, confirmed=True)
 
     def trial_failed(self, reason: Reason) -> SwitchOutcome:
-        """Fall back from a switch whose first decode failed.
-
-        Returns:
-            The switch's outcome as it is now: fell_back, or parked.
-        """
-        before = self.last
-        started = self._clock()
+        """Fall back from a switch whose first decode failed; returns its outcome now: fell_back, or parked."""
+        before, started = self.last, self._clock()
         self._drive(SwitchEvent(EventKind.FAILED, reasons=(reason,)))
-        spent = (self._clock() - started) * 1e3
-        self._fallback_ms = spent
-        self.last = self._outcome(self.state, self._ms, (before.total_ms if before else 0.0) + spent)
+        self._fallback_ms = (self._clock() - started) * 1e3
+        self.last = self._outcome(self.state, self._ms, (before.total_ms if before else 0.0) + self._fallback_ms)
         return self.last
 
     def close(self) -> None:

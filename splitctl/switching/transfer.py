@@ -23,7 +23,7 @@ from splitctl.switching import conversion
 from splitctl.switching.sealing import Digest, SealedState, contradictions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from splitctl.engine.live import LiveSession
     from splitctl.engine.slot import Slot
@@ -74,7 +74,7 @@ class Transfer:
         saved, self._saved = self._saved, None
         self._fresh = self._sealed(saved)
         self._converted, self.conversions, self._plan = None, (), None
-        if self.live.has_memory and any(slot.n_past for slot in self.live.used()):
+        if self.live.has_memory and _last_positions(self.live.used()):
             self._plan = conversion.plan(self.live.placement, target)
         if self._plan is not None and not self._plan.is_quantized:
             self._convert(self._fresh.view, self._plan, None)
@@ -112,29 +112,20 @@ class Transfer:
         """
         self._converted = None
         state = self.original.view
-        if self.original.is_foreign and any(slot.n_past for slot in self.live.used()):
+        if self.original.is_foreign and _last_positions(self.live.used()):
             # It was sealed again in the target's layout, so it is rewritten as the old one has it.
             state, _ = conversion.fit(state, self._shown())
             self._converted = state
         self._give(state)
 
     def unproved(self, *, read_back: bool) -> str:
-        """Say what of the restored state is not what was given; "" for nothing.
-
-        Args:
-            read_back: also read every byte back.
-        """
+        """Say what of the restored state is not what was given, with ``read_back`` byte for byte; "" for nothing."""
         live, sealed = self.live, self.original
         if not live.has_memory:
             return ""
-        now = live.positions()
-        nowhere = (-1, -1)
-        moved = {
-            seq_id: (sealed.positions.get(seq_id, nowhere), now.get(seq_id, nowhere))
-            for seq_id in sealed.positions.keys() | now.keys()
-            if sealed.positions.get(seq_id, nowhere) != now.get(seq_id, nowhere)
-        }
-        if moved:
+        then, now, nowhere = sealed.positions, live.positions(), (-1, -1)
+        both = {one: (then.get(one, nowhere), now.get(one, nowhere)) for one in then.keys() | now.keys()}
+        if moved := {seq_id: pair for seq_id, pair in both.items() if pair[0] != pair[1]}:
             return f"positions (saved, restored) differ: {moved}"
         if not read_back:
             return ""
@@ -219,10 +210,11 @@ class Transfer:
             Refused: the library would not take them; the session is as it was.
         """
         live = self.live
-        if not any(slot.n_past for slot in slots.values()):
+        wanted = _last_positions(slots.values())
+        if not wanted:
             state = memoryview(b"")
         if live.has_memory and state and not refit:
-            self._hold_against(state, slots)
+            self._hold_against(state, wanted)
         before, old = self.snapshot(), live.slots
         live.slots = slots
         changes: tuple[str, ...] = ()
@@ -231,11 +223,11 @@ class Transfer:
             if state:
                 if refit and live.has_memory:
                     state, changes = conversion.fit(state, self._shown())
-                    self._hold_against(state, slots)
+                    self._hold_against(state, wanted)
                 self._give(state)
             else:
                 live.replay_tokens()
-            self._check_positions(slots)
+            self._check_positions(wanted)
         except BaseException as error:
             live.slots = old
             # A restore that failed can leave a context half written: it is thrown away.
@@ -249,18 +241,13 @@ class Transfer:
         self.reseal()
         return changes
 
-    def _check_positions(self, slots: Mapping[int, Slot]) -> None:
+    def _check_positions(self, wanted: Mapping[int, int]) -> None:
         """Refuse a restore after which the library holds something else; some builds say that it went well."""
-        if not self.live.has_memory:
-            return
-        wanted = {slot.seq_id: slot.n_past - 1 for slot in slots.values() if slot.n_past}
-        held = {seq_id: last for seq_id, (_, last) in self.live.positions().items() if last >= 0}
-        if held != wanted:
+        if self.live.has_memory and (held := _held(self.live.positions())) != wanted:
             raise StateUnsound(f"after the restore the library holds last positions {held}, wanted {wanted}")
 
-    def _hold_against(self, state: memoryview, slots: Mapping[int, Slot]) -> None:
-        """Refuse bytes that do not parse, or hold something other than the sequences."""
-        wanted = {slot.seq_id: slot.n_past - 1 for slot in slots.values() if slot.n_past}
+    def _hold_against(self, state: memoryview, wanted: Mapping[int, int]) -> None:
+        """Refuse bytes that do not parse, or hold other last positions."""
         try:
             wrong = contradictions(self.live, state, wanted)[0]
         except statecodec.StateFormatError as error:
@@ -304,8 +291,7 @@ class Transfer:
     def _agreed(self, view: memoryview, positions: Mapping[int, tuple[int, int]]) -> int:
         """Refuse a state on which bytes, library and session disagree; returns the version that it is."""
         live = self.live
-        held = {seq_id: last for seq_id, (_first, last) in positions.items() if last >= 0}
-        wanted = {slot.seq_id: slot.n_past - 1 for slot in live.used() if slot.n_past}
+        held, wanted = _held(positions), _last_positions(live.used())
         if held != wanted:
             raise StateUnsound(f"the library holds last positions {held}, the session counts {wanted}")
         try:
@@ -334,6 +320,16 @@ class Transfer:
             n = state_set(live.engine.live_context, state)
             if n != len(state):
                 raise CallFailed("llama_state_set_data", n, live.engine.library.log.tail(4))
+
+
+def _last_positions(slots: Iterable[Slot]) -> dict[int, int]:
+    """Return the last position of every sequence that the memory is to hold, by id."""
+    return {slot.seq_id: slot.n_past - 1 for slot in slots if slot.n_past}
+
+
+def _held(positions: Mapping[int, tuple[int, int]]) -> dict[int, int]:
+    """Return the last position of every sequence that the library holds, by id."""
+    return {seq_id: last for seq_id, (_first, last) in positions.items() if last >= 0}
 
 
 def _refusal(error: Exception) -> SplitctlError:

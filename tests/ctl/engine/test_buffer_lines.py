@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from splitctl.engine.buffer_lines import buffer_lines, cache_sections, lost_pipeline
+from splitctl.engine.buffer_lines import buffer_lines, cache_sections
 
 _MIB = 1024 * 1024
 _LOG = """\
@@ -39,10 +39,3 @@ def test_the_whole_cache_is_told_apart_from_its_buffers() -> None:
         ("cache", 22.5),
         ("recurrent", 0.3),
     ]
-
-
-def test_a_load_that_gave_up_its_pipeline_is_degraded() -> None:
-    """It serves, with devices that wait for one another (P16)."""
-    line = "sched_reserve: compute buffer allocation failed, retrying without pipeline parallelism"
-    assert lost_pipeline([*_LOG.splitlines(), line])
-    assert not lost_pipeline(_LOG.splitlines())
