@@ -21,8 +21,7 @@ from llama_native.user_model import MetaKind, MetaValue, TensorSlot
 from splitctl.model.facts import read_facts
 from splitctl.model.header import read_header
 from splitctl.placement import FlashAttn, Placement, SplitMode
-from splitctl.switching.rule_inputs import BuildFacts, HostFacts, SessionFacts
-from splitctl.switching.rules import check, refused
+from splitctl.switching.rules import BuildFacts, HostFacts, SessionFacts, check, refused
 from tools.gguf_out import header_bytes, padded
 
 _N_LAYERS, _WIDTH, _VOCABULARY, _N_EXPERTS = 64, 8192, 131_072, 32

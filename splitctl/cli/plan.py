@@ -49,7 +49,7 @@ from splitctl.planning.survey import (
     with_chunk,
 )
 from splitctl.switching import rules
-from splitctl.switching.rule_inputs import BuildFacts, Finding, HostFacts, SessionFacts
+from splitctl.switching.rules import BuildFacts, Finding, HostFacts, SessionFacts
 
 _GIB = 1024**3
 #: Largest chunk that `--ubatch auto` asks about [tokens].
@@ -73,7 +73,6 @@ def _free(text: str) -> Mapping[str, int]:
 
 
 def _chunk(text: str) -> int:
-    """Read a number of tokens; auto is 0."""
     try:
         tokens = 0 if text == "auto" else int(text)
     except ValueError:
@@ -208,7 +207,7 @@ def _gather(
 
 
 def _devices(told: Mapping[str, Any], free: Mapping[str, int], placement: Placement) -> tuple[DeviceFacts, ...]:
-    """Put the devices together: those that are there, and those that are only named.
+    """Put together the devices that are there and those that are only named.
 
     NCCL takes real devices alone.  Source: ggml_backend_cuda_comm_init_nccl in ggml-cuda.cu.
     """
@@ -234,7 +233,7 @@ def _devices(told: Mapping[str, Any], free: Mapping[str, int], placement: Placem
 
 
 def _in_mode(placement: Placement, mode: SplitMode) -> Placement:
-    """Give the placement another mode; a split belongs to its mode."""
+    """Change the mode; a split belongs to its mode."""
     split = placement.tensor_split if mode is placement.mode else None
     return dataclasses.replace(placement, mode=mode, tensor_split=split)
 
@@ -242,13 +241,11 @@ def _in_mode(placement: Placement, mode: SplitMode) -> Placement:
 def _findings(
     target: Placement, facts: ModelFacts, build: BuildFacts, devices: Sequence[DeviceFacts]
 ) -> tuple[Finding, ...]:
-    """Ask the rules."""
     host = HostFacts({device.name: device.kind for device in devices if device.name != "host"})
     return rules.check(None, target, facts, build, host, SessionFacts(tokens={}))
 
 
 def _answer(asked: _Asked, mode: SplitMode) -> ModeAnswer:
-    """Answer for a mode, the rules included."""
     target = _in_mode(asked.generate, mode)
     findings = _findings(target, asked.known.facts, asked.build, asked.known.devices)
     warnings = tuple(finding.reason for finding in findings if not finding.blocking)
@@ -273,7 +270,6 @@ def _switch(asked: _Asked, answers: Sequence[ModeAnswer]) -> SwitchAnswer | None
 
 
 def _code(asked: _Asked, answers: Sequence[ModeAnswer], switch: SwitchAnswer | None, chunk: Chunk | None) -> ExitCode:
-    """Say whether what was asked can be."""
     wanted = {asked.generate.mode, asked.prompt.mode}
     bad = any(answer.refused or not answer.fits for answer in answers if answer.plan.placement.mode in wanted)
     bad = bad or (switch is not None and not switch.fits) or (chunk is not None and chunk.refused)
@@ -283,7 +279,6 @@ def _code(asked: _Asked, answers: Sequence[ModeAnswer], switch: SwitchAnswer | N
 def _body(
     asked: _Asked, answers: Sequence[ModeAnswer], switch: SwitchAnswer | None, chunk: Chunk | None, code: ExitCode
 ) -> dict[str, Any]:
-    """Make the object that `--json` prints; sizes in bytes."""
     body: dict[str, Any] = {
         "model": str(asked.known.facts.path),
         "architecture": asked.known.facts.architecture,

@@ -24,7 +24,7 @@ from splitctl.outcome import DOES_NOT_FIT, SwitchOptions
 from splitctl.placement import SplitMode
 from splitctl.probing import Verdict
 from splitctl.switching import rules
-from splitctl.switching.rule_inputs import BuildFacts, Finding, HostFacts, SessionFacts
+from splitctl.switching.rules import BuildFacts, Finding, HostFacts, SessionFacts
 
 if TYPE_CHECKING:
     import threading

@@ -14,15 +14,7 @@ from dataclasses import dataclass
 import statecodec
 from splitctl.errors import StateUnsound
 from splitctl.placement import FlashAttn, Placement
-from statecodec import (
-    Columns,
-    KvStream,
-    Rotation,
-    Rows,
-    StateImage,
-    TensorType,
-    transcode,
-)
+from statecodec import Columns, KvStream, Rotation, Rows, StateImage, TensorType, transcode
 
 _PLAIN = frozenset({"f32", "f16", "bf16"})
 
@@ -65,13 +57,12 @@ def plan(current: Placement, target: Placement) -> Plan | None:
 
 
 def convert(state: memoryview, wanted: Plan, shown: memoryview | None) -> tuple[memoryview, tuple[str, ...]]:
-    """Rewrite a state.
+    """Rewrite a sealed state.
 
     Args:
         state: the sealed original.
         wanted: what to change.
-        shown: a state that the target itself has written, for the rotation of quantized rows; None where the plan has
-            none.
+        shown: a state that the target itself has written, for the rotation of quantized rows; None: there are none.
 
     Returns:
         The rewritten state, in memory of its own; and one phrase a change, with its error bound.
@@ -83,7 +74,8 @@ def convert(state: memoryview, wanted: Plan, shown: memoryview | None) -> tuple[
     image = statecodec.parse(state)
     rotations = _rotations(statecodec.parse(shown)) if shown is not None else None
     moves_v = wanted.v_trans is not None or wanted.type_v is not None
-    ends_turned = wanted.v_trans if wanted.v_trans is not None else _is_turned(image)
+    is_turned = any(stream.v_trans for stream in image.streams())
+    ends_turned = is_turned if wanted.v_trans is None else wanted.v_trans
     if moves_v:
         image = transcode.to_v_trans(image, v_trans=False)
     if wanted.type_k is not None or wanted.type_v is not None:
@@ -96,21 +88,13 @@ def convert(state: memoryview, wanted: Plan, shown: memoryview | None) -> tuple[
 
 
 def _written(image: StateImage) -> memoryview:
-    chunks = [memoryview(chunk).cast("B") for chunk in statecodec.emit(image)]
-    out = bytearray(sum(map(len, chunks)))
-    at = 0
-    for chunk in chunks:
-        out[at : at + len(chunk)] = chunk
-        at += len(chunk)
-    return memoryview(out).toreadonly()
+    return memoryview(b"".join(statecodec.emit(image)))
 
 
 def fit(state: memoryview, shown: memoryview) -> tuple[memoryview, tuple[str, ...]]:
     """Rewrite any state of the model (blob or file, of one sequence or all) as a context would have written it.
 
-    Args:
-        state: the state.
-        shown: a state that the context itself has written with a cell or more in it; it says what fits.
+    What fits says ``shown``: a state that the context itself has written, with a cell or more in it.
 
     Returns:
         The state as a context blob, borrowed where nothing had to change; and one phrase a change.
@@ -127,7 +111,7 @@ def fit(state: memoryview, shown: memoryview) -> tuple[memoryview, tuple[str, ..
         image = transcode.merge({0: image}, architecture=own.architecture or "")
     else:
         image = transcode.as_blob(image)
-    model, there = _first(own), _first(image)
+    model, there = next(own.streams(), None), next(image.streams(), None)
     if model is not None and there is not None:
         image = _as_cache(image, there, own, model)
     if not image.layouts & own.layouts:
@@ -150,14 +134,7 @@ def _as_cache(image: StateImage, there: KvStream, own: StateImage, model: KvStre
 
 def _kind(wanted: Sequence[Rows | Columns], found: Sequence[Rows | Columns]) -> TensorType | None:
     """Return the wanted type where it is another one."""
-    if not wanted or not found or wanted[0].kind == found[0].kind:
-        return None
-    return wanted[0].kind
-
-
-def _first(image: StateImage) -> KvStream | None:
-    """Return the first stream that holds cells."""
-    return next(image.streams(), None)
+    return wanted[0].kind if wanted and found and wanted[0].kind != found[0].kind else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,16 +181,8 @@ def _phrase(change: statecodec.Change) -> str:
     return "; ".join((f"{change.what} ({exact})", *change.warnings))
 
 
-def _is_turned(image: StateImage) -> bool:
-    return any(stream.v_trans for stream in image.streams())
-
-
 def _rotations(image: StateImage) -> list[Rotation] | None:
     """Read the rotation of each attention section off a state; None where its layout does not say."""
-    found: list[Rotation] = []
-    for cache in image.caches:
-        stream = next((stream for _, stream in cache.filled()), None)
-        if stream is None or stream.rotation is None:
-            return None
-        found.append(stream.rotation)
-    return found
+    streams = [next((stream for _, stream in cache.filled()), None) for cache in image.caches]
+    found = [stream.rotation for stream in streams if stream is not None and stream.rotation is not None]
+    return found if len(found) == len(streams) else None

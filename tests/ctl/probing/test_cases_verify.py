@@ -18,7 +18,7 @@ from splitctl.probing import ProbeVerdict, Verdict, VerdictCache
 from splitctl.probing.comparing import Tally, is_tie
 from splitctl.probing.matrix import cells
 from splitctl.switching import rules
-from splitctl.switching.rule_inputs import BuildFacts, HostFacts, SessionFacts
+from splitctl.switching.rules import BuildFacts, HostFacts, SessionFacts
 from tests.ctl.model_facts import model_facts
 from tests.stublib import build, needs_compiler, write_model
 

@@ -33,7 +33,7 @@ from splitctl.probing.comparing import TIE_SIGMAS, WINDOW_ROWS, Tally, is_tie, n
 from splitctl.probing.matrix import Cell, cells
 from splitctl.session import Session
 from splitctl.switching import rules
-from splitctl.switching.rule_inputs import BuildFacts, HostFacts, SessionFacts
+from splitctl.switching.rules import BuildFacts, HostFacts, SessionFacts
 from tests.stublib import build, needs_compiler, run_child, write_model
 
 _ROOT = Path(__file__).parents[3]

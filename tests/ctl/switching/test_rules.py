@@ -11,8 +11,7 @@ from splitctl.model.header import TensorInfo
 from splitctl.placement import FlashAttn, Placement, SplitMode
 from splitctl.probing.verdicts import ProbeVerdict, Verdict
 from splitctl.switching import tables
-from splitctl.switching.rule_inputs import BuildFacts, Finding, HostFacts, SessionFacts
-from splitctl.switching.rules import check, refused, worth_a_try
+from splitctl.switching.rules import BuildFacts, Finding, HostFacts, SessionFacts, check, refused, worth_a_try
 from tests.ctl.model_facts import model_facts
 
 TWO = ("CPU", "CPU")
