@@ -141,14 +141,8 @@ class EventsRequest:
 
 
 ControlRequest = (
-    StatusRequest
-    | SwitchRequest
-    | CheckRequest
-    | GenerateRequest
-    | SaveRequest
-    | RestoreRequest
-    | StopRequest
+    StatusRequest | SwitchRequest | CheckRequest | GenerateRequest | SaveRequest | RestoreRequest | StopRequest
     | EventsRequest
-)
+)  # fmt: skip
 
 REQUESTS = kinds_of(ControlRequest)

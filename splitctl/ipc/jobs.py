@@ -5,6 +5,9 @@ Laws:
        of file there means that the parent is gone: the worker ends at once.
     2. The worker answers on a descriptor of its own, never on stdout, because libraries print there.
     3. The last event of a request is a Result or a Failure; after it the worker ends.
+
+In every request ``model`` is the GGUF file, ``library`` the library file, or None to look for one, and ``rpc`` the RPC
+servers whose devices are added, HOST:PORT each. A ``body`` is a JSON object.
 """
 
 from __future__ import annotations
@@ -62,7 +65,6 @@ class RequestFailed(SplitctlError):
     """Another process did not do what it was asked to, or was lost over it: a worker, or the host of a session.
 
     Attributes:
-        fault: whose fault.
         name: the error's class name there.
         message: one line for a person.
         body: what is known besides.
@@ -79,12 +81,7 @@ class RequestFailed(SplitctlError):
 
 @dataclass(frozen=True, slots=True)
 class DevicesRequest:
-    """List the devices that the library offers.
-
-    Attributes:
-        library: the library file, or None to look for one.
-        rpc: RPC servers whose devices are added, HOST:PORT each.
-    """
+    """List the devices that the library offers."""
 
     library: Path | None
     rpc: tuple[str, ...] = ()
@@ -92,12 +89,7 @@ class DevicesRequest:
 
 @dataclass(frozen=True, slots=True)
 class DoctorRequest:
-    """Say which library would be used, why, and what it can do.
-
-    Attributes:
-        library: the library file, or None to look for one.
-        rpc: RPC servers whose devices are added, HOST:PORT each.
-    """
+    """Say which library would be used, why, and what it can do."""
 
     library: Path | None
     rpc: tuple[str, ...] = ()
@@ -108,18 +100,13 @@ class RunRequest:
     """Read a prompt, switch when the prompt's mode differs from the generation's, and generate.
 
     Attributes:
-        model: the GGUF file.
-        library: the library file, or None to look for one.
-        prompt: the text to read.
         chat: whether the model's chat template is applied to it.
         n_predict: most tokens to generate; negative means until the model ends or the context is full.
-        placement: where and how to generate.
         prompt_mode: the split mode for the prompt, or None for the placement's own.
         prompt_batch: most tokens of one decode of the prompt, or None for the placement's own.
         prompt_ubatch: most tokens of one computed batch of the prompt; 0 for the largest that every device can lend,
             None for the placement's own.
         sampler: how tokens are picked, and the texts that end the generation.
-        rpc: RPC servers whose devices are added, HOST:PORT each.
         options: how the session switches; `force` is for its opening too.
         restore: a carry, or a session or slot file of the library, that the session begins with; None: empty.
         save: where the session is saved at the end; None: nowhere.
@@ -143,14 +130,7 @@ class RunRequest:
 
 @dataclass(frozen=True, slots=True)
 class ProbeRequest:
-    """Try one placement on one model and compare it with layer mode.
-
-    Attributes:
-        model: the GGUF file.
-        library: the library file, or None to look for one.
-        placement: the placement to try.
-        rpc: RPC servers whose devices are added, HOST:PORT each.
-    """
+    """Try one placement on one model and compare it with layer mode."""
 
     model: Path
     library: Path | None
@@ -163,10 +143,6 @@ class VerifyRequest:
     """Measure what a build does with one placement: a cell of `verify`.
 
     Attributes:
-        model: the GGUF file.
-        library: the library file, or None to look for one.
-        placement: the placement to measure.
-        rpc: RPC servers whose devices are added, HOST:PORT each.
         text: what is read.
         n_tokens: most tokens of it.
         n_generate: tokens generated greedily after it.
@@ -192,11 +168,8 @@ class ReserveRequest:
     """Tell the library and its devices, and what contexts would take, without loading anything.
 
     Attributes:
-        model: the GGUF file.
-        library: the library file, or None to look for one.
         placement: the placement; the sizes of its context are replaced.
         sizes: context, batch and micro-batch of each, tokens; none: the library and its devices alone.
-        rpc: RPC servers whose devices are added, HOST:PORT each.
     """
 
     model: Path
@@ -211,9 +184,6 @@ class HostRequest:
     """Serve a hosted session: every line after this one is an order (`orders.ORDERS`) or a control line.
 
     Attributes:
-        model: the GGUF file.
-        library: the library file, or None to look for one.
-        rpc: RPC servers whose devices are added, HOST:PORT each.
         arena_fds: descriptors of the shared memory that carries are sealed in, one an arena.
     """
 
@@ -243,33 +213,21 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes of the answer, as generated; a character may be split over two pieces.
-
-    Attributes:
-        data: raw bytes, UTF-8 when joined.
-    """
+    """Bytes of the answer, as generated: UTF-8 when joined, a character may be split over two pieces."""
 
     data: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """What is known of the result so far; it stands in for the result if the worker dies.
-
-    Attributes:
-        body: JSON object.
-    """
+    """What is known of the result so far; it stands in for the result if the worker dies."""
 
     body: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The answer; the last event.
-
-    Attributes:
-        body: JSON object.
-    """
+    """The answer; the last event."""
 
     body: dict[str, Any]
 
@@ -279,7 +237,6 @@ class Failure:
     """The work ended in an error; the last event.
 
     Attributes:
-        fault: whose fault.
         name: the error's class name.
         message: one line for a person: what, and what to do.
         body: what is known besides, such as the part of an answer that exists; JSON object.

@@ -8,6 +8,9 @@ Laws:
     4. A token is drawn once: a reported one is never drawn again, and one that was not reported was never drawn.
     5. A session that is parked ends its worker with a Failure of fault "parked" and ``parked_at`` in its body; no
        stream has ended by that.
+
+Everywhere ``order`` is the number of an order, ``stream`` that of a stream, and ``target`` a whole placement. Paths are
+absolute.
 """
 
 from __future__ import annotations
@@ -26,12 +29,7 @@ from splitctl.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """A LoRA file that is loaded with the model and travels with every switch.
-
-    Attributes:
-        path: the GGUF.
-        scale: how strongly it is applied.
-    """
+    """A LoRA file in GGUF form that is loaded with the model, applied with a scale, and travels with every switch."""
 
     path: Path
     scale: float = 1.0
@@ -66,8 +64,6 @@ class Open:
     """Load the model and serve; the first order. Answered by Opened, or by a Failure that ends the worker.
 
     Attributes:
-        placement: where and how.
-        adapters: LoRA files.
         force: open even if a trial in a child process failed.
         seal: a sealed carry to begin with; None: read the tokens of `sequences` again.
         sequences: what each sequence must hold in the end; sequences of the seal that are not in it are forgotten.
@@ -85,9 +81,7 @@ class Tokenize:
     """Turn a text, or a chat through the model's template, into tokens. Answered by Tokenized.
 
     Attributes:
-        order: number of the order.
-        text: the text; None for a chat.
-        messages: a chat: objects with role and content; None for a text.
+        messages: a chat in place of a text: objects with role and content.
         add_special: put the model's first token before a text.
         parse_special: let names of special tokens in a text be those tokens.
     """
@@ -104,7 +98,6 @@ class Start:
     """Make a sequence hold these tokens and generate after them. Answered by Ended, whenever that is.
 
     Attributes:
-        stream: number of the stream; reports carry it.
         seq_id: the sequence; what it holds is reused as far as it is the beginning of ``tokens``.
         tokens: the whole prompt; with tokens of the stream that were delivered before a worker was lost.
         sampler: how to draw, its seed a number.
@@ -126,24 +119,14 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Halt:
-    """End a stream; its sequence keeps what it holds. Answered by Ended, unless that was on its way.
-
-    Attributes:
-        stream: number of the stream.
-    """
+    """End a stream; its sequence keeps what it holds. Answered by Ended, unless that was on its way."""
 
     stream: int
 
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """Move the session. Answered by Switched; Stage and Sealed come on the way, Trial after it.
-
-    Attributes:
-        order: number of the order.
-        target: the whole placement.
-        options: how.
-    """
+    """Move the session. Answered by Switched; StageReached and Sealed come on the way, Trial after it."""
 
     order: int
     target: Placement
@@ -152,13 +135,7 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Say what a switch would do, without doing it. Answered by Checked.
-
-    Attributes:
-        order: number of the order.
-        target: the whole placement.
-        options: as for a switch.
-    """
+    """Say what a switch would do, without doing it. Answered by Checked."""
 
     order: int
     target: Placement
@@ -167,12 +144,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Write the whole session to a carry file. Answered by Saved.
-
-    Attributes:
-        order: number of the order.
-        path: the file, absolute.
-    """
+    """Write the whole session to a carry file. Answered by Saved."""
 
     order: int
     path: Path
@@ -180,12 +152,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Replace all that the session holds with a file. Answered by Replaced.
-
-    Attributes:
-        order: number of the order.
-        path: a carry, or a session or slot file of llama.cpp; absolute.
-    """
+    """Replace all that the session holds with a carry, or a session or slot file of llama.cpp. Answered by Replaced."""
 
     order: int
     path: Path
@@ -228,12 +195,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """Tokens of a text.
-
-    Attributes:
-        order: number of the order.
-        tokens: the tokens.
-    """
+    """Tokens of a text."""
 
     order: int
     tokens: tuple[int, ...]
@@ -244,7 +206,6 @@ class Reading:
     """How far a stream's prompt has been read.
 
     Attributes:
-        stream: number of the stream.
         n_done: tokens of the prompt that the sequence holds, those reused included.
         n_reused: those that it held before.
         ms: time spent reading so far, ms.
@@ -261,7 +222,6 @@ class Drawn:
     """One token of a stream.
 
     Attributes:
-        stream: number of the stream.
         token: its id.
         piece: its bytes; empty for one that ends the generation.
         n_draws: random draws of the stream, this one included.
@@ -293,7 +253,6 @@ class Ended:
     """A stream is over.
 
     Attributes:
-        stream: number of the stream.
         why: "eos", "length", "context", "halted" or "error".
         fault: whose fault an error is.
         message: an error's line for a person.
@@ -307,24 +266,14 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Forgot:
-    """An idle sequence was emptied to make room for others.
-
-    Attributes:
-        seq_id: the sequence.
-    """
+    """An idle sequence was emptied to make room for others."""
 
     seq_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class StageReached:
-    """Where a switch is.
-
-    Attributes:
-        order: number of the order.
-        stage: name of the stage.
-        share: of it that is done, 0 to 1.
-    """
+    """Where a switch is, and the share of that stage that is done, 0 to 1."""
 
     order: int
     stage: str
@@ -333,22 +282,14 @@ class StageReached:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """A carry lies sealed in an arena; whatever happens to the worker now, nothing of it is lost.
-
-    Attributes:
-        seal: where.
-    """
+    """A carry lies sealed in an arena; whatever happens to the worker now, nothing of it is lost."""
 
     seal: Seal
 
 
 @dataclass(frozen=True, slots=True)
 class Unsealed:
-    """What an arena held is about to be overwritten.
-
-    Attributes:
-        arena: which, 0 or 1.
-    """
+    """What an arena, 0 or 1, held is about to be overwritten."""
 
     arena: int
 
@@ -358,7 +299,6 @@ class Switched:
     """A switch is over, whichever way.
 
     Attributes:
-        order: number of the order.
         outcome: the outcome object of the contract; of a parked session with ``parked_at``.
     """
 
@@ -368,11 +308,7 @@ class Switched:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The first decode after a switch is done: the switch is confirmed, or was fallen back from.
-
-    Attributes:
-        outcome: the switch's outcome as it is now.
-    """
+    """The first decode after a switch is done: its outcome as it is now, confirmed or fallen back from."""
 
     outcome: dict[str, Any]
 
@@ -382,7 +318,6 @@ class Checked:
     """What a switch would do.
 
     Attributes:
-        order: number of the order.
         target: the whole placement, with what is left open filled in.
         is_unchanged: the session serves in it already.
         reasons: why it would be refused: objects with code and text.
@@ -404,12 +339,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The session is in a file.
-
-    Attributes:
-        order: number of the order.
-        n_bytes: its size.
-    """
+    """The session is in a file of this size, in bytes."""
 
     order: int
     n_bytes: int
@@ -420,7 +350,6 @@ class Replaced:
     """The session holds what a file held.
 
     Attributes:
-        order: number of the order.
         sequences: what every sequence holds now.
         conversions: what was rewritten.
         recomputed: the tokens were read again.
@@ -436,15 +365,7 @@ class Replaced:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An order could not be carried out; the session is as it was.
-
-    Attributes:
-        order: number of the order.
-        fault: whose fault.
-        name: the error's class name.
-        message: one line for a person.
-        body: what is known besides.
-    """
+    """An order could not be carried out; the session is as it was. Its fields are those of a Failure."""
 
     order: int
     fault: Fault
@@ -459,23 +380,9 @@ class Alive:
 
 
 Report = (
-    Opened
-    | Tokenized
-    | Reading
-    | Step
-    | Ended
-    | Forgot
-    | StageReached
-    | Sealed
-    | Unsealed
-    | Switched
-    | Trial
-    | Checked
-    | Saved
-    | Replaced
-    | Failed
-    | Alive
-)
+    Opened | Tokenized | Reading | Step | Ended | Forgot | StageReached | Sealed | Unsealed | Switched | Trial | Checked
+    | Saved | Replaced | Failed | Alive
+)  # fmt: skip
 
 REPORTS = kinds_of(Report)
 

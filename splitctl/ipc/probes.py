@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,11 +21,7 @@ DEADLINE_S = 300.0
 
 
 def verdicts_file() -> Path:
-    """Name the file of verdicts, in the user's cache folder.
-
-    Returns:
-        Its path; the file may not exist.
-    """
+    """Name the file of verdicts, in the user's cache folder; it may not exist."""
     return Path(platformdirs.user_cache_dir("splitctl")) / "probes.json"
 
 
@@ -52,46 +49,24 @@ class Prober:
     deadline_s: float = DEADLINE_S
 
     def __call__(self, model_path: Path, placement: Placement, facts: ModelFacts) -> ProbeVerdict:
-        """Give the verdict.
-
-        Args:
-            model_path: the GGUF.
-            placement: the placement to try.
-            facts: what the model's header says.
-
-        Returns:
-            The verdict, remembered or fresh.
-        """
-        known = self.known(placement, facts)
-        if known is not None:
+        """Give the verdict on a placement of a GGUF file, remembered or fresh."""
+        if (known := self.known(placement, facts)) is not None:
             return known
         fresh = self._try(model_path, placement)
         if self.cache is not None:
-            try:
+            # A full or read-only cache folder costs another trial next time, and is no reason to refuse a switch.
+            with suppress(OSError):
                 self.cache.put(self._key(placement, facts), fresh)
-            except OSError:
-                # A full or read-only cache folder costs another trial next time, and is no reason to refuse a switch.
-                return fresh
         return fresh
 
     def known(self, placement: Placement, facts: ModelFacts) -> ProbeVerdict | None:
-        """Give what is remembered of a placement, from a trial or from `verify`.
-
-        Args:
-            placement: the placement.
-            facts: what the model's header says.
-
-        Returns:
-            The verdict; None where nothing is remembered.
-        """
+        """Give the verdict that is remembered, from a trial or from `verify`; None without one."""
         return self.cache.get(self._key(placement, facts)) if self.cache is not None else None
 
     def _key(self, placement: Placement, facts: ModelFacts) -> ProbeKey:
-        """Collect what a verdict depends on."""
         return ProbeKey.of(self.library, facts, placement, self.device_names, self.rpc)
 
     def _try(self, model_path: Path, placement: Placement) -> ProbeVerdict:
-        """Run the trial in a child."""
         request = ProbeRequest(model_path, self.library, placement, self.rpc)
         try:
             end = run_job(request, env=self.env, deadline_s=self.deadline_s, is_cancelled=self.is_cancelled)

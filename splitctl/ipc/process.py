@@ -22,8 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self, cast
 
 from splitctl.errors import Cancelled, DeadlineExceeded, WorkerLost
 from splitctl.ipc import jobs
@@ -102,7 +101,9 @@ class WorkerProcess:
         finally:
             os.close(events_in)
         self._events_fd = events_out
-        os.set_blocking(self._input_fd(), False)
+        self._input = cast("IO[bytes]", self._process.stdin)
+        self._output = cast("IO[bytes]", self._process.stdout)
+        os.set_blocking(self._input.fileno(), False)
 
     @property
     def pid(self) -> int:
@@ -165,7 +166,7 @@ class WorkerProcess:
         pending = bytearray()
         with selectors.DefaultSelector() as selector:
             selector.register(self._events_fd, selectors.EVENT_READ, "events")
-            selector.register(self._output_fd(), selectors.EVENT_READ, "output")
+            selector.register(self._output, selectors.EVENT_READ, "output")
             selector.register(self._alarm, selectors.EVENT_READ, "alarm")
             heard_at = time.monotonic() + max(0.0, _START_S - (deadline_s or 0.0))
             while True:
@@ -174,8 +175,7 @@ class WorkerProcess:
                 for key in self._ready(selector, heard_at, deadline_s, is_polled=is_cancelled is not None):
                     if key.data == "alarm":
                         os.eventfd_read(self._alarm)
-                        continue
-                    if key.data == "input":
+                    if key.data in {"alarm", "input"}:
                         continue
                     chunk = os.read(key.fd, _CHUNK_BYTES)
                     if key.data == "output":
@@ -212,8 +212,7 @@ class WorkerProcess:
         """End the child: politely by closing its stdin, then by force; collect it and close every descriptor."""
         if self._events_fd < 0:
             return
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        self._input.close()
         try:
             self._drain(_GRACE_S)
         finally:
@@ -224,17 +223,12 @@ class WorkerProcess:
             with self._alarm_lock:
                 os.close(self._alarm)
                 self._alarm = -1
-            if self._process.stdout is not None:
-                self._process.stdout.close()
+            self._output.close()
 
     def __enter__(self) -> Self:
-        """Return the worker itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End the child, whatever happened."""
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _wake(self) -> None:
@@ -268,7 +262,7 @@ class WorkerProcess:
 
     def _write(self, selector: selectors.BaseSelector) -> None:
         """Give the child what it takes, and watch for room where that is not all."""
-        stdin = self._input_fd()
+        stdin = self._input.fileno()
         is_watched = stdin in selector.get_map()
         try:
             while self._begun or self._outgoing:
@@ -291,18 +285,6 @@ class WorkerProcess:
             self.kill()
             raise Cancelled(f"the worker's work ({self._stage})")
 
-    def _input_fd(self) -> int:
-        """Return the descriptor of the child's orders."""
-        if self._process.stdin is None:
-            raise WorkerLost(self.pid, "has no input pipe", ())
-        return self._process.stdin.fileno()
-
-    def _output_fd(self) -> int:
-        """Return the descriptor of the child's printing."""
-        if self._process.stdout is None:
-            raise WorkerLost(self.pid, "has no output pipe", ())
-        return self._process.stdout.fileno()
-
     def _decode(self, pending: bytearray) -> Iterator[WorkerEvent]:
         """Take whole lines out of `pending` and decode them."""
         while (end := pending.find(b"\n")) >= 0:
@@ -316,7 +298,6 @@ class WorkerProcess:
             raise MessageInvalid("", "without an end", f"{jobs.MAX_LINE_BYTES} bytes a line at most")
 
     def _take_output(self, chunk: bytes) -> None:
-        """Keep the last lines of what the child prints."""
         *lines, self._unfinished = (self._unfinished + chunk).split(b"\n")
         # A line that never ends must not fill the memory.
         self._unfinished = self._unfinished[-_CHUNK_BYTES:]
@@ -332,11 +313,11 @@ class WorkerProcess:
         """Read what the child still prints until it ends, so that it never waits for a full pipe."""
         deadline = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
-            selector.register(self._output_fd(), selectors.EVENT_READ)
+            selector.register(self._output, selectors.EVENT_READ)
             while (left_s := deadline - time.monotonic()) > 0:
                 if not selector.select(left_s):
                     return
-                chunk = os.read(self._output_fd(), _CHUNK_BYTES)
+                chunk = os.read(self._output.fileno(), _CHUNK_BYTES)
                 if not chunk:
                     break
                 self._take_output(chunk)

@@ -58,9 +58,6 @@ class Reserver:
             placement: the placement; the sizes of its context are replaced.
             sizes: context, batch and micro-batch of each, tokens; none: ask for the library alone.
 
-        Returns:
-            The reservations; what a build cannot plan is missing, and says why.
-
         Raises:
             RequestFailed: no library can be used.
         """

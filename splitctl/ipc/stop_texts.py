@@ -9,24 +9,13 @@ class StopTexts:
     """Finds stop texts in a stream of pieces, and holds back what may still become one."""
 
     def __init__(self, texts: Sequence[str]) -> None:
-        """Take the texts.
-
-        Args:
-            texts: none of them empty.
-        """
+        """Take the texts, none of them empty."""
         self._needles = [text.encode("utf-8") for text in texts]
         self._held = b""
         self.hit = False
 
     def feed(self, piece: bytes) -> bytes:
-        """Take the next piece.
-
-        Args:
-            piece: bytes of the answer.
-
-        Returns:
-            What is certain to belong to the answer; after a hit, what comes before the stop text.
-        """
+        """Take the next piece; returns what is certain to belong to the answer: on a hit what precedes it."""
         if not self._needles:
             return piece
         self._held += piece
@@ -41,11 +30,7 @@ class StopTexts:
         return out
 
     def rest(self) -> bytes:
-        """Give what was held back, at the end of the stream.
-
-        Returns:
-            The bytes; empty after a hit.
-        """
+        """Give what was held back, at the end of the stream; nothing after a hit."""
         out, self._held = self._held, b""
         return out
 

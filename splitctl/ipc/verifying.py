@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,17 +42,10 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What is verified.
+    """What is verified; the other fields are as in a VerifyRequest.
 
     Attributes:
-        model: the GGUF.
-        facts: what its header says.
-        library: the library file, or None to look for one.
-        rpc: RPC servers whose devices are added, HOST:PORT each.
         cells: what is tried, in order; the first is the reference.
-        text: what is read.
-        n_tokens: most tokens of it.
-        n_generate: tokens generated after it.
         deadline_s: longest silence of a child, seconds.
     """
 
@@ -106,17 +100,7 @@ class Verifier:
     is_cancelled: Callable[[], bool] = lambda: False
 
     def __call__(self, what: Verification) -> VerifyReport:
-        """Try every cell.
-
-        Args:
-            what: what is verified.
-
-        Returns:
-            What was found, as far as it came.
-
-        Raises:
-            OSError: there is no room for a file, or no child can be started.
-        """
+        """Try every cell, as far as it goes; raises OSError without room for a file, or for a child."""
         report = VerifyReport()
         with tempfile.TemporaryDirectory(prefix="splitctl-verify-") as folder:
             _demand_room(what, Path(folder))
@@ -173,7 +157,6 @@ class Verifier:
         return found
 
     def _remember(self, what: Verification, cell: Cell, found: Found, report: VerifyReport) -> None:
-        """Keep the verdict where the rules look for it."""
         if self.cache is None or not report.library:
             return
         devices = tuple(report.library["devices"])
@@ -186,12 +169,10 @@ class Verifier:
         )
         numbers = {name: float(found[name]) for name in _NUMBERS if found.get(name) is not None}
         verdict = ProbeVerdict(Verdict(found["verdict"]), found["why"], numbers)
-        try:
+        # With a full or read-only cache folder what was found is reported all the same, and the count says so.
+        with suppress(OSError):
             kept = [self.cache.put(key, verdict) for key in keys]
             report.remembered += any(kept)
-        except OSError:
-            # A full or read-only cache folder: what was found is reported all the same, and the count says so.
-            return
 
 
 def _demand_room(what: Verification, folder: Path) -> None:
@@ -205,12 +186,10 @@ def _demand_room(what: Verification, folder: Path) -> None:
 
 @dataclass(slots=True)
 class _Files:
-    """The files of logits that a cell reads and writes.
+    """The files of logits that a cell reads and writes, as in a VerifyRequest.
 
     Attributes:
-        reference: of the first reference.
-        twin: of the reference with this cell's cache types, where that is another one.
-        keep: where this cell's go.
+        types: of its cache.
         kept: pairs of cache types whose reference is sound, with its file.
     """
 
@@ -241,7 +220,6 @@ def _with_files(cells: Sequence[Cell], folder: Path) -> Iterator[tuple[int, Cell
 
 
 def _described(cell: Cell) -> Found:
-    """Say which cell it is."""
     one: Placement = cell.placement
     return {
         "mode": one.mode.value,
@@ -255,7 +233,6 @@ def _described(cell: Cell) -> Found:
 
 
 def _death(error: WorkerLost, stage: str) -> Found:
-    """Say how a child died, and what of."""
     judged = verdict_of_death(error.how, stage, error.log_tail)
     signal = _SIGNAL.search(error.how)
     end: Found = {"by": "signal" if signal else "status", "stage": stage, "said": telling_line(error.log_tail)}
@@ -267,6 +244,5 @@ def _death(error: WorkerLost, stage: str) -> Found:
 
 
 def _hang(error: DeadlineExceeded, stage: str, tail: Sequence[str]) -> Found:
-    """Say where a child hung."""
     end = {"by": "deadline", "stage": stage, "deadline_s": error.timeout_s, "said": telling_line(tail)}
     return {"verdict": Verdict.DIES.value, "why": f"it hangs while {stage}: {error}", "end": end}

@@ -27,13 +27,10 @@ class _Stream:
     """A stream on its way.
 
     Attributes:
-        order: what was asked.
         filling: what its sequence needs before it generates.
         n_read: tokens of ``filling.rest`` that were read.
         is_admitted: there is room for all of them.
-        is_generating: its prompt is read.
         n_made: tokens drawn.
-        read_ms: time spent reading, ms.
     """
 
     order: Start
@@ -158,7 +155,6 @@ class Batcher:
     # ---- generating ----
 
     def _step(self, streams: list[_Stream]) -> None:
-        """Draw a token for each of several streams."""
         streams = self._fitting(streams)
         if not streams:
             return

@@ -41,15 +41,7 @@ _ADVICE: tuple[tuple[str, str], ...] = (
 
 
 def failure_of(error: BaseException, *, model: Path | None = None) -> Failure:
-    """Turn an error into the last event.
-
-    Args:
-        error: what was raised.
-        model: the model that was in use, for errors that do not name it.
-
-    Returns:
-        The failure; its message is for a person.
-    """
+    """Turn an error into the last event; ``model`` was in use, for errors that do not name it."""
     if isinstance(error, Refused) and {reason.code for reason in error.reasons} & _FLAG_REASONS:
         flags = "; ".join(reason.text for reason in error.reasons if reason.code in _FLAG_REASONS)
         return Failure(Fault.CONFIG, type(error).__name__, flags)
@@ -62,7 +54,6 @@ def failure_of(error: BaseException, *, model: Path | None = None) -> Failure:
 
 
 def _message(error: Exception, model: Path | None) -> str:
-    """Say what happened and what to do."""
     if isinstance(error, CallFailed):
         return _call_failed(error, model)
     if isinstance(error, Parked) and error.path is not None:

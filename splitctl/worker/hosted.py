@@ -22,11 +22,7 @@ if TYPE_CHECKING:
     from splitctl.switching.checking import Checked
 
 
-def bring_to(
-    session: Session,
-    snapshots: Sequence[SequenceSnapshot],
-    progress: Callable[[int, int], None],
-) -> int:
+def bring_to(session: Session, snapshots: Sequence[SequenceSnapshot], progress: Callable[[int, int], None]) -> int:
     """Let every sequence hold what its snapshot says, and those without a snapshot nothing.
 
     Args:
@@ -35,7 +31,7 @@ def bring_to(
         progress: called with the tokens read and to be read, after each batch.
 
     Returns:
-        Tokens that had to be read.
+        How many tokens had to be read.
 
     Raises:
         SplitctlError: a snapshot is not one of this model, or there is no room.

@@ -25,7 +25,6 @@ class CancelGate(threading.Event):
     """
 
     def __init__(self) -> None:
-        """Begin with the request under way."""
         super().__init__()
         # Asked for in a signal handler too, which may interrupt the very thread that holds it.
         self._lock = threading.RLock()
@@ -66,25 +65,19 @@ class CancelGate(threading.Event):
 
 @dataclass(frozen=True, slots=True)
 class CheckDone:
-    """A check that ran on a thread of its own is over.
-
-    Attributes:
-        order: what asked for it.
-        found: what it found, or what it raised.
-    """
+    """A check that ran on a thread of its own is over; it found this, or raised it."""
 
     order: Switch | Check
     found: Checked | Exception
 
 
 class Inbox:
-    """Orders in the order in which they came, and checks as they end.
+    """Orders in the order in which they came, and checks as they end; the gate expects those that can be cancelled.
 
     Thread: any puts, one takes.
     """
 
     def __init__(self, gate: CancelGate) -> None:
-        """Hold none yet; ``gate`` expects orders that can be cancelled."""
         self._gate = gate
         self._orders: queue.SimpleQueue[Order | CheckDone | MessageInvalid] = queue.SimpleQueue()
 
@@ -104,13 +97,7 @@ class Inbox:
         self._orders.put(done)
 
     def take(self, *, waiting: bool) -> Order | CheckDone | None:
-        """Take the next order, or check that is over.
-
-        Args:
-            waiting: whether to wait for one.
-
-        Returns:
-            What came; None where there is nothing now.
+        """Take the next order, or check that is over; None where there is nothing now and nothing is waited for.
 
         Raises:
             MessageInvalid: a line came that is none.

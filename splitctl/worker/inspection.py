@@ -31,12 +31,9 @@ def list_devices(library: Library) -> dict[str, Any]:
 
 
 def examine(request: DoctorRequest, env: Mapping[str, str], emit: Callable[[JobEvent], None]) -> dict[str, Any]:
-    """Say which library is used and why, and what it can do.
+    """Say which library is used in an environment and why, and what it can do.
 
-    Args:
-        request: names the library, or leaves it to be found.
-        env: the environment in which to look.
-        emit: takes what is known before the library is opened, in case that ends the process.
+    What is known is emitted before the library is opened, in case that ends the process.
 
     Returns:
         Keys splitctl, python, system, candidates, environment, warnings, library, devices.
@@ -75,15 +72,9 @@ def examine(request: DoctorRequest, env: Mapping[str, str], emit: Callable[[JobE
 
 
 def reserve_buffers(request: ReserveRequest, library: Library, emit: Callable[[JobEvent], None]) -> dict[str, Any]:
-    """Report the library and its devices, and what contexts would take.
+    """Report the library and its devices, and what contexts would take; keys library and reservations.
 
-    Args:
-        request: the placement and the sizes.
-        library: the open library.
-        emit: takes what is known before the library plans, in case that ends the process.
-
-    Returns:
-        Keys library and reservations.
+    What is known is emitted before the library plans, in case that ends the process.
 
     Raises:
         NativeError: the library refuses the placement.
@@ -102,18 +93,13 @@ def reserve_buffers(request: ReserveRequest, library: Library, emit: Callable[[J
     emit(Partial(dict(body)))
     if request.sizes and can_reserve(library):
         found = reserve(
-            library,
-            str(request.model),
-            request.placement,
-            request.sizes,
-            on_stage=lambda stage: emit(Progress(stage)),
+            library, str(request.model), request.placement, request.sizes, on_stage=lambda stage: emit(Progress(stage))
         )
         body["reservations"] = [one.to_json() for one in found]
     return body
 
 
 def _library(library: Library) -> dict[str, Any]:
-    """Describe an open library."""
     profile = library.profile
     return {
         "path": str(library.path),
@@ -146,12 +132,10 @@ def device_body(device: Device) -> dict[str, Any]:
 
 
 def _warning(code: str, text: str) -> dict[str, str]:
-    """Write a warning."""
     return {"code": code, "text": text}
 
 
 def _warnings(library: Library, devices: tuple[Device, ...]) -> Iterator[dict[str, str]]:
-    """Say what may go wrong with this library here."""
     if not library.profile.seen_in:
         text = "its struct layouts lie between those of two known builds: report it if anything goes wrong"
         yield _warning("layout-between", text)
@@ -179,7 +163,6 @@ def _has_nccl() -> bool:
 
 
 def _holds(file: Path, needle: bytes) -> bool:
-    """Search a file's bytes."""
     try:
         with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as view:
             return view.find(needle) >= 0

@@ -55,27 +55,14 @@ _EXIT_MISUSED = 2
 
 
 class Emitter:
-    """Writes events to the parent.
-
-    Thread:
-        Any.
-    """
+    """Writes events to the parent, on a descriptor that stays open. Thread: any."""
 
     def __init__(self, fd: int) -> None:
-        """Take the descriptor.
-
-        Args:
-            fd: writable; stays open.
-        """
         self._fd = fd
         self._lock = threading.Lock()
 
     def __call__(self, event: WorkerEvent) -> None:
-        """Write one event; a parent that is gone ends the process.
-
-        Args:
-            event: any event.
-        """
+        """Write one event; a parent that is gone ends the process."""
         view = memoryview(to_line(event, EVENTS))
         with self._lock:
             try:
@@ -142,7 +129,14 @@ def _answer(
         _forward_log(library)
         match request:
             case ProbeRequest():
-                return Result(_probe(request, library, emit, cancel.is_set))
+                verdict = try_placement(
+                    library,
+                    str(request.model),
+                    request.placement,
+                    on_stage=lambda stage: emit(jobs.Progress(stage)),
+                    is_cancelled=cancel.is_set,
+                )
+                return Result(verdict.to_json())
             case VerifyRequest():
                 return Result(_verify(request, library, emit, cancel.is_set))
             case RunRequest():
@@ -154,20 +148,6 @@ def _answer(
         if failure.fault is Fault.INTERNAL:
             traceback.print_exc()
         return failure
-
-
-def _probe(
-    request: ProbeRequest, library: Library, emit: Emitter, is_cancelled: Callable[[], bool]
-) -> dict[str, object]:
-    """Try a placement."""
-    verdict = try_placement(
-        library,
-        str(request.model),
-        request.placement,
-        on_stage=lambda stage: emit(jobs.Progress(stage)),
-        is_cancelled=is_cancelled,
-    )
-    return verdict.to_json()
 
 
 def _verify(
@@ -188,11 +168,7 @@ def _verify(
 
 
 def main(arguments: list[str]) -> None:
-    """Serve one request and end the process.
-
-    Args:
-        arguments: the number of the descriptor for events.
-    """
+    """Serve one request and end the process; the one argument is the number of the descriptor for events."""
     if len(arguments) != 1 or not arguments[0].isdigit():
         sys.stderr.write("this is a part of splitctl and is started by it: run splitctl --help\n")
         sys.exit(_EXIT_MISUSED)

@@ -11,27 +11,17 @@ from splitctl.session import Session
 
 
 def text_tokens(session: Session, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-    """Turn a text into tokens.
-
-    Args:
-        session: holds the model.
-        text: the text.
-        add_special: put the model's first token before it.
-        parse_special: let names of special tokens in it be those tokens.
-
-    Raises:
-        ConfigInvalid: the model has no tokenizer.
-    """
+    """Turn a text into tokens, as a Tokenize order says; raises ConfigInvalid where the model has no tokenizer."""
     _refuse_without_tokenizer(session)
     return session.tokenize(text, add_special=add_special, parse_special=parse_special)
 
 
 def chat_tokens(session: Session, messages: Sequence[chat.Message], *, add_special: bool) -> list[int]:
-    """Turn a chat into tokens, through the model's template.
+    """Turn a chat, oldest message first, into tokens, through the model's template.
 
     Args:
         session: holds the model.
-        messages: the chat so far, oldest first.
+        messages: the chat so far.
         add_special: let the text begin with the model's first token, once.
 
     Raises:

@@ -26,15 +26,22 @@ from splitctl.session import Session
 from splitctl.switching import tables
 from splitctl.switching.checking import TRIED
 from splitctl.worker.failures import failure_of
-from splitctl.worker.opening import Steps, prober_of, read_generating, try_on_servers
-from splitctl.worker.phases import reading_placement, with_largest_chunk
+from splitctl.worker.opening import (
+    Steps,
+    prober_of,
+    read_generating,
+    reading_placement,
+    try_on_servers,
+    with_largest_chunk,
+)
 from splitctl.worker.prompts import chat_tokens, text_tokens
 
 Emit = Callable[[JobEvent], None]
 
+#: The cache type that every build takes in every mode.
 PLAIN_CACHE = "f16"
-"""The cache type that every build takes in every mode."""
 
+#: Reasons whose cause may be a quantized cache.
 _CACHE_REFUSALS = frozenset(
     {
         "quantized-cache-with-one-kv-head",
@@ -45,7 +52,6 @@ _CACHE_REFUSALS = frozenset(
         "probe-fails",
     }
 )
-"""Reasons whose cause may be a quantized cache."""
 
 
 @dataclass(slots=True)
@@ -55,14 +61,10 @@ class _Run:
     Attributes:
         placement: where the session serves.
         reading: the placement of the prompt, as it was asked for.
-        facts: what the model's header says.
-        sampler: how tokens are drawn, its seed a number.
+        sampler: its seed a number.
         text: the answer so far, raw bytes without a stop text.
         tokens: ids generated so far.
         n_prompt: tokens of the prompt.
-        prompt_ms: time to read it, ms.
-        load_ms: time to open the session, ms.
-        generate_ms: time to generate, ms.
         stopped: why the generation ended: eos, stop, length, context, or None while it has not.
         switch: the outcome object, or None without a switch.
         n_devices: devices that share the work, or more.
@@ -145,7 +147,7 @@ class _Run:
 
 
 def run(request: RunRequest, library: Library, env: Mapping[str, str], emit: Emit, cancel: threading.Event) -> JobEvent:
-    """Do a run.
+    """Do a run; returns the result, or the failure with what exists of the answer.
 
     Args:
         request: what to do.
@@ -153,9 +155,6 @@ def run(request: RunRequest, library: Library, env: Mapping[str, str], emit: Emi
         env: the environment for the probe's children.
         emit: takes progress and pieces of the answer.
         cancel: asks to stop.
-
-    Returns:
-        The result; or the failure, with what exists of the answer.
 
     Raises:
         SplitctlError: the model's file or the flags are at fault; nothing was loaded.
@@ -223,9 +222,7 @@ def _work(
             emit(Partial(state.body()))
             if state.is_parked:
                 raise Parked(session.parked_at)
-            if cancel.is_set():
-                what = "the switch"
-                raise Cancelled(what)
+            _end_if(cancel, "the switch")
         _generate(session, request, emit, cancel, state)
         if request.save is not None:
             emit(Progress("saving", None, str(request.save)))
@@ -233,7 +230,6 @@ def _work(
 
 
 def _read_prompt(session: Session, request: RunRequest, emit: Emit, steps: Steps, state: _Run) -> None:
-    """Tokenize the prompt and read it into the session."""
     tokens = _prompt_tokens(session, request)
     state.n_prompt = len(tokens)
     asked = request.placement.n_ctx
@@ -297,7 +293,6 @@ def _refused_twice(asked: SwitchOutcome, plain: SwitchOutcome) -> SwitchOutcome:
 
 
 def _keep_outcome(outcome: SwitchOutcome, session: Session, state: _Run) -> None:
-    """Keep an outcome, and where the session is after it."""
     state.switch = outcome.to_json()
     if outcome.status is SwitchStatus.PARKED:
         state.switch["parked_at"] = str(session.parked_at) if session.parked_at is not None else None
@@ -326,9 +321,7 @@ def _generate(session: Session, request: RunRequest, emit: Emit, cancel: threadi
             if held.hit:
                 state.stopped = "stop"
                 break
-            if cancel.is_set():
-                what = "the generation"
-                raise Cancelled(what)
+            _end_if(cancel, "the generation")
         else:
             state.stopped = "length" if 0 <= request.n_predict <= len(state.tokens) else "context"
     except ContextFull:
@@ -342,18 +335,20 @@ def _generate(session: Session, request: RunRequest, emit: Emit, cancel: threadi
         _pass_on(held.rest(), emit, state)
 
 
+def _end_if(cancel: threading.Event, what: str) -> None:
+    if cancel.is_set():
+        raise Cancelled(what)
+
+
 def _pass_on(data: bytes, emit: Emit, state: _Run) -> None:
-    """Keep a piece of the answer and send it."""
     if data:
         state.text += data
         emit(Piece(data))
 
 
 def _ms_since(started: float) -> float:
-    """Measure from a moment, ms."""
     return (perf_counter() - started) * 1e3
 
 
 def _rate(n: int, ms: float | None) -> float | None:
-    """Give tokens per second."""
     return n / ms * 1e3 if ms else None

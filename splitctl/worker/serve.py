@@ -1,4 +1,4 @@
-"""The serving worker's loop: orders between decodes, streams carried on, everything told to the supervisor.
+"""The serving worker's loop: orders between decodes, streams carried on, everything reported to the supervisor.
 
 Main path: ``serve`` opens the session as the first order says, then takes an order, or else gives the streams a turn,
 until it is told to close. `batching` carries the streams, `hosted` is the session.
@@ -38,38 +38,36 @@ if TYPE_CHECKING:
 
 Emit = Callable[[WorkerEvent], None]
 
+#: Least time between two signs of life [seconds].
 _ALIVE_S = 1.0
-"""Least time between two signs of life [seconds]."""
-
-_TOLD_BEFORE = frozenset({Stage.CHECKING, Stage.QUIESCING})
-"""Stages of a switch that end before the worker's loop takes it up."""
-
+#: Stages of a switch that end before the worker's loop takes it up.
+_REPORTED_BEFORE = frozenset({Stage.CHECKING, Stage.QUIESCING})
+#: Tokens whose state the arenas have room for from the start; a larger one makes them grow when it is saved.
 _N_RESERVED = 4096
-"""Tokens whose state the arenas have room for from the start; a larger one makes them grow when it is saved."""
 
 
-class _Teller:
+class _Reporter:
     """Sends reports, and signs of life where nothing else is sent. Thread: any."""
 
     def __init__(self, emit: Emit) -> None:
         self.emit = emit
-        self._told_at = monotonic()
+        self._sent_at = monotonic()
 
     def __call__(self, report: Report) -> None:
         """Send a report."""
         self.emit(report)
-        self._told_at = monotonic()
+        self._sent_at = monotonic()
 
     def tick(self) -> None:
         """Say that work goes on, unless something was said a moment ago."""
-        if monotonic() - self._told_at >= _ALIVE_S:
+        if monotonic() - self._sent_at >= _ALIVE_S:
             self(orders.Alive())
 
 
 def serve(
     request: HostRequest, library: Library, env: Mapping[str, str], emit: Emit, inbox: Inbox, gate: CancelGate
 ) -> JobEvent:
-    """Serve a session until it is closed, parked, or cannot be opened.
+    """Serve a session until it is closed, parked, or cannot be opened; returns the last event.
 
     Args:
         request: which model, and where carries are sealed.
@@ -79,9 +77,6 @@ def serve(
         inbox: gives orders; the first one opens the session.
         gate: says whether what runs shall end.
 
-    Returns:
-        The last event.
-
     Raises:
         SplitctlError: the session cannot be opened.
         llama_native.NativeError: the library cannot open it.
@@ -90,7 +85,7 @@ def serve(
     opening = inbox.take(waiting=True)
     if not isinstance(opening, Open):
         raise MessageInvalid("", type(opening).__name__, "the order to open first")
-    with _opened(request, opening, library, env, _Teller(emit), gate, inbox) as server:
+    with _opened(request, opening, library, env, _Reporter(emit), gate, inbox) as server:
         return server.run()
 
 
@@ -100,7 +95,7 @@ def _opened(
     order: Open,
     library: Library,
     env: Mapping[str, str],
-    tell: _Teller,
+    report: _Reporter,
     gate: CancelGate,
     inbox: Inbox,
 ) -> Iterator[_Server]:
@@ -109,14 +104,14 @@ def _opened(
 
     def is_cancelled() -> bool:
         # Asked all through a trial in a child, which has a deadline of its own: work goes on.
-        tell.tick()
+        report.tick()
         return gate.is_asked()
 
     prober = prober_of(library, env, request.rpc, is_cancelled)
     if request.rpc:
-        try_on_servers(prober, facts, order.placement.changed(mode=SplitMode.TENSOR), tell.emit)
-    tell.emit(Progress("loading", 0.0))
-    share = Steps(lambda stage, done: tell.emit(Progress(stage, done)))
+        try_on_servers(prober, facts, order.placement.changed(mode=SplitMode.TENSOR), report.emit)
+    report.emit(Progress("loading", 0.0))
+    share = Steps(lambda stage, done: report.emit(Progress(stage, done)))
     if len(request.arena_fds) != 2:
         raise ConfigInvalid("arena_fds", list(request.arena_fds), "two descriptors")
     started = perf_counter()
@@ -130,21 +125,21 @@ def _opened(
         progress=lambda done: share("loading", done),
         force=order.force,
         arenas=Arenas(*map(Arena, request.arena_fds)),
-        on_tick=tell.tick,
+        on_tick=report.tick,
     ) as session:
         load_ms = (perf_counter() - started) * 1e3
-        session.notify_seals(lambda seal: tell(orders.Sealed(seal)), lambda arena: tell(orders.Unsealed(arena)))
+        session.notify_seals(lambda seal: report(orders.Sealed(seal)), lambda arena: report(orders.Unsealed(arena)))
         started = perf_counter()
         reason = _bring_back(session, order, share)
         restore_ms = (perf_counter() - started) * 1e3 if order.seal or order.sequences else 0.0
         gate.end()
-        tell(orders.Opened(session.placement, _about(session), bool(reason), reason, load_ms, restore_ms))
-        with _Checks(session, tell, inbox, gate) as checks:
-            yield _Server(session, tell, gate, inbox, checks)
+        report(orders.Opened(session.placement, _about(session), bool(reason), reason, load_ms, restore_ms))
+        with _Checks(session, report, inbox, gate) as checks:
+            yield _Server(session, report, gate, inbox, checks)
 
 
 def _bring_back(session: Session, order: Open, share: Steps) -> str:
-    """Let the session hold what the books say; returns why tokens were read again, "" where none were."""
+    """Let the session hold what the snapshots say; returns why tokens were read again, "" where none were."""
     why = "no sealed carry was left"
     if order.seal is not None:
         share("restoring", 0.0)
@@ -160,7 +155,6 @@ def _bring_back(session: Session, order: Open, share: Steps) -> str:
 
 
 def _about(session: Session) -> dict[str, Any]:
-    """Say what a client may want to know of the model."""
     facts, model = session.facts, session.model
     return {
         "path": str(facts.path),
@@ -183,9 +177,9 @@ class _Checks:
     Thread: the worker's one, and the one that it starts.
     """
 
-    def __init__(self, session: Session, tell: _Teller, inbox: Inbox, gate: CancelGate) -> None:
+    def __init__(self, session: Session, report: _Reporter, inbox: Inbox, gate: CancelGate) -> None:
         self._session = session
-        self._tell = tell
+        self._report = report
         self._inbox = inbox
         self._gate = gate
         self._orders: queue.SimpleQueue[orders.Switch | orders.Check | None] = queue.SimpleQueue()
@@ -219,21 +213,21 @@ class _Checks:
 
     def _reached(self, order: orders.Switch | orders.Check, stage: Stage) -> None:
         if isinstance(order, orders.Switch):
-            self._tell(orders.StageReached(order.order, stage.value))
+            self._report(orders.StageReached(order.order, stage.value))
 
 
 class _Server:
     """One session that serves. Thread: the worker's one."""
 
-    def __init__(self, session: Session, tell: _Teller, gate: CancelGate, inbox: Inbox, checks: _Checks) -> None:
+    def __init__(self, session: Session, report: _Reporter, gate: CancelGate, inbox: Inbox, checks: _Checks) -> None:
         self._session = session
-        self._tell = tell
+        self._report = report
         self._gate = gate
         self._inbox = inbox
         self._checks = checks
-        self._batcher = Batcher(session, tell)
+        self._batcher = Batcher(session, report)
         self._on_trial: SwitchOutcome | None = None
-        self._last_told: SwitchOutcome | None = None
+        self._last_reported: SwitchOutcome | None = None
 
     def run(self) -> JobEvent:
         """Carry out orders and carry on streams; returns the last event."""
@@ -246,13 +240,12 @@ class _Server:
                     self._carry_out(order)
                 else:
                     self._batcher.turn()
-                self._tell_trial()
+                self._report_trial()
         except Parked as error:
-            self._tell_trial()
+            self._report_trial()
             failure = failure_of(error)
-            path = self._session.parked_at
             return Failure(
-                Fault.PARKED, failure.name, failure.message, {"parked_at": None if path is None else str(path)}
+                Fault.PARKED, failure.name, failure.message, {"parked_at": to_plain(self._session.parked_at)}
             )
 
     def _carry_out(self, order: Order | CheckDone) -> None:
@@ -269,11 +262,11 @@ class _Server:
             case _:
                 number = order.order.order if isinstance(order, CheckDone) else order.order
                 try:
-                    self._tell(self._answer(order))
+                    self._report(self._answer(order))
                 except Parked:
                     raise
                 except Exception as error:  # noqa: BLE001 - whatever it is, it is this order's answer
-                    self._tell(_failed(number, error))
+                    self._report(_failed(number, error))
         if isinstance(order, CheckDone) and self._session.stage is Stage.PARKED:
             raise Parked(self._session.parked_at)
 
@@ -309,19 +302,19 @@ class _Server:
         return orders.Tokenized(order.order, tuple(tokens))
 
     def _switch(self, order: orders.Switch, checked: Checked) -> Report:
-        share = Steps(lambda stage, done: self._tell(orders.StageReached(order.order, stage, done)))
+        share = Steps(lambda stage, done: self._report(orders.StageReached(order.order, stage, done)))
         outcome = self._session.switch(
             checked.target,
             timeout_s=None,
-            progress=lambda stage, done: None if stage in _TOLD_BEFORE else share(stage.value, done),
+            progress=lambda stage, done: None if stage in _REPORTED_BEFORE else share(stage.value, done),
             checked=checked,
         )
         if self._session.stage is not Stage.TRIAL:
             self._on_trial = None
         elif outcome.status is SwitchStatus.SWITCHED:
             self._on_trial = outcome
-        self._last_told = self._session.last_switch
-        return orders.Switched(order.order, self._told(outcome))
+        self._last_reported = self._session.last_switch
+        return orders.Switched(order.order, self._outcome_body(outcome))
 
     def _restore(self, order: orders.Restore) -> Report:
         if self._batcher.is_busy:
@@ -331,20 +324,20 @@ class _Server:
             order.order, hosted.snapshots_of(self._session), restored.conversions, restored.recomputed, restored.reason
         )
 
-    def _tell_trial(self) -> None:
+    def _report_trial(self) -> None:
         """Tell how the trial of a switch went, once."""
         if self._on_trial is None or self._session.stage is Stage.TRIAL:
             return
         outcome, last = self._on_trial, self._session.last_switch
-        if last is not None and last.status is not SwitchStatus.SWITCHED and last is not self._last_told:
+        if last is not None and last.status is not SwitchStatus.SWITCHED and last is not self._last_reported:
             outcome = last
         else:
             # The last switch may be another one by now, which was refused while this one was on trial.
             outcome = dataclasses.replace(outcome, confirmed=True)
         self._on_trial = None
-        self._tell(orders.Trial(self._told(outcome)))
+        self._report(orders.Trial(self._outcome_body(outcome)))
 
-    def _told(self, outcome: SwitchOutcome) -> dict[str, Any]:
+    def _outcome_body(self, outcome: SwitchOutcome) -> dict[str, Any]:
         """Write an outcome as the contract has it; of a parked session with its place."""
         body: dict[str, Any] = outcome.to_json()
         if outcome.status is SwitchStatus.PARKED:

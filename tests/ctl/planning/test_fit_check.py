@@ -21,7 +21,7 @@ from splitctl.placement import FlashAttn, Placement, SplitMode
 from splitctl.planning.fit_check import definite_shortage, shortage
 from splitctl.planning.memory import DeviceFacts
 from splitctl.probing.free_memory import device_facts
-from splitctl.worker.phases import reading_placement, with_largest_chunk
+from splitctl.worker.opening import reading_placement, with_largest_chunk
 from tests.ctl import scenes
 from tests.ctl.model_facts import model_facts
 from tests.ctl.scenes import Scene
