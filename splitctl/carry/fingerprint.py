@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import xxhash
+
 from splitctl.errors import Difference
+from splitctl.placement import FlashAttn
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from splitctl.model.facts import ModelFacts
+    from splitctl.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +32,12 @@ class Adapter:
     path: Path
     xxh3_128: str
     scale: float
+
+    @classmethod
+    def of(cls, path: Path, scale: float) -> Adapter:
+        """Hash the adapter's file; raises OSError where it cannot be read."""
+        with path.open("rb") as file:
+            return cls(path, hashlib.file_digest(file, xxhash.xxh3_128).hexdigest(), scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +62,19 @@ class Identity:
     rope: tuple[tuple[str, str], ...] = ()
     adapters: tuple[tuple[str, float], ...] = ()
 
+    @classmethod
+    def of(cls, facts: ModelFacts, adapters: Sequence[Adapter], n_vocab: int) -> Identity:
+        """Identify a model; the size of its vocabulary is what the library says."""
+        return cls(
+            header_xxh3_128=facts.header_digest,
+            header_bytes=facts.header_bytes,
+            file_bytes=facts.file_bytes,
+            architecture=facts.architecture,
+            n_vocab=n_vocab,
+            rope=rope_settings(facts),
+            adapters=tuple((one.xxh3_128, one.scale) for one in adapters),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Representation:
@@ -71,6 +97,19 @@ class Representation:
     n_stream: int
     n_seq_max: int
     state_version: int
+
+    @classmethod
+    def of(cls, placement: Placement, build: str, state_version: int) -> Representation:
+        """Say how a build lays out the state of a placement."""
+        return cls(
+            build=build,
+            type_k=placement.type_k,
+            type_v=placement.type_v,
+            v_trans=placement.flash_attn is FlashAttn.OFF,
+            n_stream=1 if placement.kv_unified else placement.n_seq_max,
+            n_seq_max=placement.n_seq_max,
+            state_version=state_version,
+        )
 
 
 @dataclass(frozen=True, slots=True)

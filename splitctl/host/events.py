@@ -113,7 +113,6 @@ class Hub:
     """
 
     def __init__(self) -> None:
-        """Begin without watchers."""
         self._watchers: set[asyncio.Queue[HostEvent | None]] = set()
         self._is_closed = False
 

@@ -26,16 +26,17 @@ _RECENT_STEPS = 64
 """Steps over which the rate of generation is measured."""
 
 
+@dataclass(eq=False, repr=False)
 class ReportWrong(SplitctlError):
-    """A worker reported something impossible: it has lost count, and cannot be believed any more."""
+    """A worker reported something impossible: it has lost count, and cannot be believed any more.
 
-    def __init__(self, what: str) -> None:
-        """Take what it reported, and why that is impossible."""
-        self.what = what
-        super().__init__(what)
+    Attributes:
+        what: what it reported, and why that is impossible.
+    """
+
+    what: str
 
     def __str__(self) -> str:
-        """Say what is wrong."""
         return f"the worker lost count: {self.what}"
 
 
@@ -147,7 +148,6 @@ class Ledger:
     """
 
     def __init__(self, n_seq_max: int) -> None:
-        """Begin with so many empty sequences."""
         self.rows = [SequenceRow(seq_id) for seq_id in range(n_seq_max)]
         self.jobs: dict[int, StreamJob] = {}
         self.version = 0

@@ -16,22 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from splitctl.carry import file as carries
 from splitctl.carry.arena import Arena
 from splitctl.carry.file import Carry
-from splitctl.carry.fingerprint import Adapter, Fingerprint, Identity, Representation, rope_settings
+from splitctl.carry.fingerprint import Adapter, Fingerprint, Identity, Representation
 from splitctl.carry.seal import Seal, take
 from splitctl.carry.sequence import SamplerSpec, SequenceCarry, no_logits, no_tokens
 from splitctl.errors import CarryDamaged, SplitctlError
 from splitctl.host.config import HostConfig
 from splitctl.ipc.orders import AdapterFile, SequenceSnapshot
 from splitctl.model.facts import read_facts
-from splitctl.placement import FlashAttn, Placement
+from splitctl.placement import Placement
 
-_HASH_CHUNK_BYTES = 1 << 20
 _PRIVATE = 0o700
 
 
@@ -125,17 +123,8 @@ def owner_of(model: Path, adapters: Sequence[AdapterFile], *, n_vocab: int, buil
         OSError: an adapter cannot be read.
     """
     facts = read_facts(os.fspath(model))
-    loaded = tuple(Adapter(one.path, _digest(one.path), one.scale) for one in adapters)
-    identity = Identity(
-        header_xxh3_128=facts.header_digest,
-        header_bytes=facts.header_bytes,
-        file_bytes=facts.file_bytes,
-        architecture=facts.architecture,
-        n_vocab=n_vocab,
-        rope=rope_settings(facts),
-        adapters=tuple((one.xxh3_128, one.scale) for one in loaded),
-    )
-    return Owner(identity, loaded, build)
+    loaded = tuple(Adapter.of(one.path, one.scale) for one in adapters)
+    return Owner(Identity.of(facts, loaded, n_vocab), loaded, build)
 
 
 def park(
@@ -146,17 +135,9 @@ def park(
     owner: Owner,
     sealed: Sequence[tuple[int, Seal]],
 ) -> bool:
-    """Write a session to a file.
+    """Write a session to a file, whose folder is made; says whether the state is in it, or the tokens alone.
 
-    Args:
-        path: where; its folder is made.
-        sequences: what every sequence holds.
-        placement: where it served.
-        owner: whose it is.
-        sealed: carries that arenas still hold, with the arenas' descriptors, best first.
-
-    Returns:
-        Whether the state is in it; else the tokens alone are.
+    `sealed` are carries that arenas still hold, with the arenas' descriptors, best first.
 
     Raises:
         CarryNotWritten: the disk or the path does not allow it.
@@ -203,21 +184,12 @@ def _gone_on(sealed: SequenceCarry, now: SequenceSnapshot) -> SequenceCarry:
 
 
 def _tokens_alone(sequences: Sequence[SequenceSnapshot], placement: Placement, owner: Owner) -> Carry:
-    representation = Representation(
-        build=owner.build,
-        type_k=placement.type_k,
-        type_v=placement.type_v,
-        v_trans=placement.flash_attn is FlashAttn.OFF,
-        n_stream=1 if placement.kv_unified else placement.n_seq_max,
-        n_seq_max=placement.n_seq_max,
-        state_version=0,
-    )
     return Carry(
         state=memoryview(b""),
         sequences=tuple(_sequence(one) for one in sequences),
         adapters=owner.adapters,
         placement=placement,
-        fingerprint=Fingerprint(owner.identity, representation),
+        fingerprint=Fingerprint(owner.identity, Representation.of(placement, owner.build, 0)),
     )
 
 
@@ -238,11 +210,3 @@ def _sequence(one: SequenceSnapshot) -> SequenceCarry:
 
 def _row(tokens: Sequence[int]) -> NDArray[np.int32]:
     return np.array(tokens, np.int32)
-
-
-def _digest(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(_HASH_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -36,7 +36,6 @@ class PendingOrders:
     """
 
     def __init__(self) -> None:
-        """Begin without any."""
         self._waiting: dict[int, _Waiting] = {}
         self._n_given = 0
 

@@ -79,7 +79,6 @@ class Recovery:
     """Where the session stands in its attempts."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self._left: list[Attempt] = []
         self._n_forgiven = 0
 

@@ -122,7 +122,6 @@ class Text:
     """Turns pieces of an answer into text."""
 
     def __init__(self, stop: Sequence[str]) -> None:
-        """Take the texts that end it."""
         self._stop = StopTexts(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -161,11 +160,9 @@ class Stream:
         self._is_read = False
 
     def __aiter__(self) -> Stream:
-        """Return itself."""
         return self
 
     async def __anext__(self) -> StreamEvent:
-        """Wait for the next event."""
         if self._is_read:
             raise StopAsyncIteration
         event = await self._events.get()

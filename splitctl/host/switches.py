@@ -105,7 +105,6 @@ class Switches:
     """
 
     def __init__(self, placement: Placement) -> None:
-        """Begin without any, in a placement."""
         self.effective = placement
         self.previous: Placement | None = None
         self.under_way: SwitchRecord | None = None

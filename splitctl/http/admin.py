@@ -47,22 +47,11 @@ class Admin:
     """
 
     def __init__(
-        self,
-        host: SessionService,
-        intake: Intake,
-        devices: Devices,
-        folder: Path | None,
-        *,
-        is_open: bool,
+        self, host: SessionService, intake: Intake, devices: Devices, folder: Path | None, *, is_open: bool
     ) -> None:
-        """Answer from a session.
+        """Answer from a session; files are saved in `folder` and restored from it, None: nowhere.
 
-        Args:
-            host: does the work.
-            intake: reads bodies.
-            devices: knows their memory.
-            folder: where files are saved and restored; None: nowhere.
-            is_open: whether the session may be changed: there is a key, or the server listens to this machine alone.
+        `is_open`: the session may be changed, as there is a key, or the server listens to this machine alone.
         """
         self._host = host
         self._intake = intake

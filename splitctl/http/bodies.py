@@ -69,15 +69,7 @@ def object_of(raw: bytes) -> dict[str, Any]:
 
 
 def chat(body: Body, model: str) -> Asked:
-    """Read a request of /v1/chat/completions.
-
-    Args:
-        body: the object.
-        model: the name of the model that is served.
-
-    Raises:
-        ApiError: with the field.
-    """
+    """Read a request of /v1/chat/completions to the model of this name; raises ApiError with the field."""
     _refuse_unsupported(body, {**_NEITHER, **_NOT_IN_CHAT})
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -90,15 +82,7 @@ def chat(body: Body, model: str) -> Asked:
 
 
 def completion(body: Body, model: str) -> Asked:
-    """Read a request of /v1/completions.
-
-    Args:
-        body: the object.
-        model: the name of the model that is served.
-
-    Raises:
-        ApiError: with the field.
-    """
+    """Read a request of /v1/completions to the model of this name; raises ApiError with the field."""
     _refuse_unsupported(body, {**_NEITHER, **_NOT_IN_COMPLETION})
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):

@@ -27,7 +27,7 @@ from splitctl.http.answers import Form
 from splitctl.http.bodies import Asked, Body
 from splitctl.http.errors import ApiError
 from splitctl.http.intake import Intake
-from splitctl.http.sse import EventStream, hung_up
+from splitctl.http.sse import EventStream, unless_gone
 from splitctl.ipc.jobs import Fault
 
 #: Longest silence of a stream [seconds].
@@ -62,13 +62,7 @@ class Chat:
     """
 
     def __init__(self, host: SessionService, intake: Intake, on_done: Callable[[Done], None]) -> None:
-        """Answer from a session.
-
-        Args:
-            host: does the work.
-            intake: reads bodies.
-            on_done: called with the end of every answer.
-        """
+        """Answer from a session; `on_done` is called with the end of every answer."""
         self._host = host
         self._intake = intake
         self._on_done = on_done
@@ -136,7 +130,7 @@ class Chat:
             stream = answer.stream = await self._generate(asked)
             if not asked.is_stream:
                 return await self._whole(request, stream, form)
-            first = await _unless_gone(request, self._first_of(stream))
+            first = await unless_gone(request.receive, self._first_of(stream))
         except BaseException:
             answer.end()
             raise
@@ -196,7 +190,7 @@ class Chat:
                     return pieces, event
             raise ApiError(503, "the session was closed", code="closed")
 
-        pieces, done = await _unless_gone(request, collect())
+        pieces, done = await unless_gone(request.receive, collect())
         self._on_done(done)
         if (failure := self._failure(done)) is not None:
             raise failure
@@ -204,13 +198,7 @@ class Chat:
         return JSONResponse(form.whole("".join(one.text for one in pieces), done, tokens))
 
     async def _chunks(self, stream: TokenStream, form: Form, event: Any) -> AsyncGenerator[bytes, None]:
-        """Yield the bytes of a stream.
-
-        Args:
-            stream: its events.
-            form: what the chunks have in common.
-            event: the first event, which has come already; None if it has not come within a while.
-        """
+        """Yield the bytes of a stream; `event` is its first one, None if that has not come within a while."""
         if (opening := form.first()) is not None:
             yield answers.data(opening)
         events = aiter(stream)
@@ -239,8 +227,7 @@ class Chat:
     async def _first_of(self, stream: TokenStream) -> Any:
         """Wait for the first event that shows that tokens will come; raise an error that comes before it.
 
-        Returns:
-            The event; None if none came within a while, so that the client gets its headers.
+        It is None if none came within a while, so that the client gets its headers.
         """
         room = room_of(self._host.status().get("placement") or {})
         with suppress(TimeoutError):
@@ -281,22 +268,3 @@ async def _next(events: AsyncIterator[Any]) -> Any:
             return await anext(events)
     except TimeoutError:
         return None
-
-
-async def _unless_gone(request: Request, work: Any) -> Any:
-    """Do some work unless the client hangs up first.
-
-    Raises:
-        ConnectionError: it did.
-    """
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(hung_up(request.receive))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ConnectionResetError("the client hung up")
-        return working.result()
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.wait({working, leaving})

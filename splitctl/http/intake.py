@@ -67,7 +67,6 @@ class Intake:
     """
 
     def __init__(self, limits: HttpLimits) -> None:
-        """Hold nothing yet."""
         self.limits = limits
         self._n_pending = 0
         self._reading = asyncio.Lock()

@@ -29,7 +29,6 @@ class Metrics:
     """
 
     def __init__(self, host: SessionService) -> None:
-        """Count from zero."""
         # When a counter began says nothing here: all begin with the server.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()

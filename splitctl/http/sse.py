@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+_T = TypeVar("_T")
 
 
 class EventStream(Response):
     """Sends chunks as they come."""
 
     def __init__(self, chunks: AsyncGenerator[bytes], *, on_gone: Callable[[], None], write_s: float) -> None:
-        """Take the chunks.
+        """Take the chunks: whole events.
 
-        Args:
-            chunks: whole events, as bytes.
-            on_gone: called when the response is over, however it ended.
-            write_s: longest time until a client has read a chunk, seconds.
+        `on_gone` is called when the response is over, however it ended. `write_s` is the longest time until a client
+        has read a chunk, seconds.
         """
         super().__init__(media_type="text/event-stream")
         del self.headers["content-length"]
@@ -37,17 +38,10 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             return
-        sending = asyncio.ensure_future(self._send_all(send))
-        leaving = asyncio.ensure_future(hung_up(receive))
         try:
-            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
+            await unless_gone(receive, self._send_all(send))
         finally:
             self._on_gone()
-            for task in (sending, leaving):
-                task.cancel()
-            await asyncio.wait({sending, leaving})
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -58,7 +52,25 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def hung_up(receive: Receive) -> None:
-    """Wait until the client is gone; what it still sends is dropped."""
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """Do some work unless the client hangs up first; what it still sends is dropped.
+
+    Raises:
+        ConnectionError: it did.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_hung_up(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ConnectionResetError("the client hung up")
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.wait({working, leaving})
+
+
+async def _hung_up(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         continue

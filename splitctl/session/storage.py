@@ -13,16 +13,14 @@ from time import time_ns
 from typing import TYPE_CHECKING
 
 import platformdirs
-import xxhash
 
 from splitctl.carry import file as carries
 from splitctl.carry.file import Carry
-from splitctl.carry.fingerprint import Adapter, Fingerprint, Identity, Representation, rope_settings
+from splitctl.carry.fingerprint import Adapter, Fingerprint, Identity, Representation
 from splitctl.carry.sequence import SamplerSpec
 from splitctl.engine.sampler import Sampler
 from splitctl.engine.slot import Slot
 from splitctl.errors import CannotConvert, CarryDamaged, CarryMismatch, Difference, Refused, SplitctlError, StateUnsound
-from splitctl.placement import FlashAttn
 from splitctl.switching.conversion import FileContent, look
 
 if TYPE_CHECKING:
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
 
 _LIBRARY_FILES = frozenset({b"nsgg", b"qsgg"})
 """First bytes of the library's session files, and of its sequence files (slot files of its server are such)."""
-
-_HASH_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +57,7 @@ class Storage:
         """Work on a session's parts."""
         self._live = live
         # Taken now: when a session has to be parked, an adapter or the library may be gone.
-        self._adapters = tuple(Adapter(Path(one.path), _hash(one.path), one.scale) for one in live.engine.adapters)
+        self._adapters = tuple(Adapter.of(Path(one.path), one.scale) for one in live.engine.adapters)
         self._build = live.engine.library.build
 
     def save(self, path: str | os.PathLike[str], transfer: Transfer) -> int:
@@ -240,26 +236,9 @@ class Storage:
 
     def _fingerprint(self, version: int) -> Fingerprint:
         live = self._live
-        facts, placement = live.facts, live.placement
         return Fingerprint(
-            Identity(
-                header_xxh3_128=facts.header_digest,
-                header_bytes=facts.header_bytes,
-                file_bytes=facts.file_bytes,
-                architecture=facts.architecture,
-                n_vocab=live.n_vocab,
-                rope=rope_settings(facts),
-                adapters=tuple((one.xxh3_128, one.scale) for one in self._adapters),
-            ),
-            Representation(
-                build=self._build,
-                type_k=placement.type_k,
-                type_v=placement.type_v,
-                v_trans=placement.flash_attn is FlashAttn.OFF,
-                n_stream=1 if placement.kv_unified else placement.n_seq_max,
-                n_seq_max=placement.n_seq_max,
-                state_version=version,
-            ),
+            Identity.of(live.facts, self._adapters, live.n_vocab),
+            Representation.of(live.placement, self._build, version),
         )
 
     def _sampler(self, sequence: SequenceCarry | None) -> Sampler | None:
@@ -268,15 +247,6 @@ class Storage:
         sampler = Sampler(self._live.engine.library, sequence.sampler, self._live.n_vocab)
         sampler.replay(sequence.accepted.tolist(), sequence.n_draws)
         return sampler
-
-
-def _hash(path: str) -> str:
-    """Return the xxh3-128 of a file, hex."""
-    digest = xxhash.xxh3_128()
-    with Path(path).open("rb") as file:
-        while chunk := file.read(_HASH_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _fill(slot: Slot, sequence: SequenceCarry) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from splitctl.session.storage import rope_settings
+from splitctl.carry.fingerprint import rope_settings
 from tests.ctl.model_facts import model_facts
 
 
