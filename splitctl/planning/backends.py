@@ -108,7 +108,6 @@ def _factors(facts: ModelFacts) -> Iterator[TensorInfo]:
 
 
 def _is_quantized(tensor: TensorInfo) -> bool:
-    """Whether values are packed in blocks."""
     _, per_block, _ = TENSOR_TYPES.get(tensor.type_id, ("", 1, 4))
     return per_block > 1
 

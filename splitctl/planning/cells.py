@@ -164,7 +164,6 @@ def _compressed(
 
 
 def _recurrent(facts: ModelFacts, layer: LayerFacts, n_rows: int) -> Iterator[CacheTensor]:
-    """Give a layer's recurrent rows, one a sequence."""
     recurrence = facts.recurrence
     if recurrence is None:
         return

@@ -33,7 +33,6 @@ class RatesInvalid(ConfigInvalid):
     """A file of rates that cannot be used."""
 
     def __str__(self) -> str:
-        """Name the place in the file, what is there and what is wanted."""
         return f"the rates cannot be used: {self.field} is {self.value}; wanted: {self.wanted}"
 
 
@@ -65,11 +64,7 @@ class Rates:
     tensor: ModeRates
 
     def of(self, mode: SplitMode) -> ModeRates:
-        """Give the rates of a mode.
-
-        Raises:
-            ConfigInvalid: neither layer nor tensor; nobody measured it.
-        """
+        """Give the rates of a mode; ConfigInvalid for one that nobody measured."""
         if mode is SplitMode.LAYER:
             return self.layer
         if mode is SplitMode.TENSOR:
@@ -95,7 +90,6 @@ class Work:
     cached: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse work that cannot be."""
         for name in ("prompt", "generate", "cached"):
             value = getattr(self, name)
             if not 0 <= value <= MAX_TOKENS:
@@ -238,7 +232,6 @@ def compare(rates: Rates, work: Work) -> Comparison:
 
 
 def _seconds(choice: Choice, rates: Rates, work: Work) -> float:
-    """Add up one choice."""
     reading = work.uncached / rates.of(choice.reads_in).prompt_tps
     generating = work.generate / rates.of(choice.generates_in).generate_tps
     return reading + generating + (rates.switch_s if choice.is_switch else 0.0)
@@ -292,7 +285,6 @@ def parse_rates(text: str | bytes) -> Rates:
 
 
 def _mode(plain: object, where: str) -> ModeRates:
-    """Read the rates of one mode."""
     values = _keys(plain, where, ("prompt_tps", "generate_tps"))
     return ModeRates(
         *(
@@ -303,7 +295,6 @@ def _mode(plain: object, where: str) -> ModeRates:
 
 
 def _keys(plain: object, where: str, names: tuple[str, ...]) -> dict[str, object]:
-    """Demand an object with exactly these keys."""
     wanted = "an object with the keys " + " and ".join(names)
     if not isinstance(plain, dict):
         raise RatesInvalid(where, _shown(plain), wanted)
@@ -317,7 +308,6 @@ def _keys(plain: object, where: str, names: tuple[str, ...]) -> dict[str, object
 
 
 def _number(plain: object, where: str, low: float, high: float, unit: str) -> float:
-    """Demand a finite number within bounds."""
     wanted = f"a number from {low:g} to {high:g} ({unit})"
     if isinstance(plain, bool) or not isinstance(plain, int | float):
         found = "null, which means that nobody measured it" if plain is None else _shown(plain)
@@ -344,7 +334,6 @@ def _each_key_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _shown(plain: object, limit: int = 60) -> str:
-    """Show what was found, shortened."""
     if isinstance(plain, float) and not math.isfinite(plain):
         return "too large for a number"
     text = repr(plain)

@@ -86,7 +86,6 @@ def _with_given_back(
 
 
 def _up_to(n_bytes: int, total: int | None) -> int:
-    """Limit to a total, where it is known."""
     return min(n_bytes, total) if total else n_bytes
 
 

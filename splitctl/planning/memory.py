@@ -319,7 +319,6 @@ def _by_tensor(
     backends: Mapping[int, Backend],
     tensors: Sequence[CacheTensor],
 ) -> _Layout:
-    """Lay a model out by slices of every tensor."""
     cutter = Cutter(facts, n_devices, placement.tensor_split)
     pieces = tuple(weighing.pieces_by_tensor(facts, cutter, n_devices, placement.n_gpu_layers))
     host = weighing.mapped_bytes([piece for piece in pieces if piece.place == HOST])

@@ -135,10 +135,8 @@ def look_back(seen: SwitchedRun, n_devices: int) -> Payoff:
 
 
 def _rate(n: int, seconds: float | None) -> float | None:
-    """Give tokens in a second."""
     return n / seconds if n > 0 and seconds else None
 
 
 def _below(n: int, seconds: float) -> float | None:
-    """Give the rate at which n tokens take so long."""
     return n / seconds if n > 0 and seconds > 0.0 else None

@@ -117,7 +117,6 @@ def _loaded(facts: ModelFacts) -> Iterator[tuple[TensorInfo, int]]:
 
 
 def _places(facts: ModelFacts, tensor: TensorInfo, devices: Sequence[int]) -> tuple[int, ...]:
-    """Tell who holds a tensor."""
     name, output = tensor.name, devices[-1]
     found = _BLOCK.match(name)
     if found:

@@ -74,7 +74,6 @@ class Tally:
     """Adds up the comparison of a text's rows with the reference's."""
 
     def __init__(self) -> None:
-        """Begin with no rows."""
         self.n_rows = 0
         self.n_same_top = 0
         self.n_ties = 0
@@ -124,7 +123,6 @@ class Tally:
 
 
 def _ratio(error: float, power: float) -> float:
-    """Divide, where there is anything to divide by."""
     if power > 0.0:
         return error / power
     return 0.0 if error == 0.0 else math.inf

@@ -36,7 +36,6 @@ class FreeMemoryCheck:
     """
 
     def __init__(self, library: Library, facts: ModelFacts) -> None:
-        """Look at one library's devices, for one model."""
         self._library = library
         self._facts = facts
         # Read once: every call of the library waits for the decode of the moment.

@@ -70,7 +70,6 @@ def cells(
 
 
 def _splits(mode: SplitMode, asked: Sequence[tuple[float, ...]]) -> Iterable[tuple[float, ...] | None]:
-    """Give the splits that a mode is tried with."""
     return (None,) if mode is SplitMode.NONE else (None, *asked)
 
 

@@ -178,7 +178,6 @@ def _follow(prompt: Sequence[int], start: int, sequences: Sequence[int], n_sever
 
 
 def _open(model: Model, placement: Placement, *, embeddings: bool) -> Context:
-    """Open a context for a trial."""
     if model.size_bytes < SMALL_BYTES:
         placement = dataclasses.replace(placement, n_threads=1, n_threads_batch=1)
     return Context(model, context_params(placement, embeddings=embeddings))
@@ -281,7 +280,6 @@ def _restored_runs(
 
 
 def _compare(wanted: Sequence[Logits], got: Sequence[Logits], placement: Placement) -> dict[str, float]:
-    """Compare the two modes' answers batch by batch."""
     worst, agreed, n_rows = 0.0, 0, 0
     for mine, theirs in zip(got, wanted, strict=True):
         if not np.isfinite(mine).all() and np.isfinite(theirs).all():

@@ -249,7 +249,6 @@ class VerdictCache:
         return dict(plain["verdicts"])
 
     def _write(self, entries: Mapping[str, Any]) -> None:
-        """Replace the file in one step."""
         handle, name = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:

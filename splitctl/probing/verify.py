@@ -79,7 +79,6 @@ class _Listener:
     is_flash_off: bool = False
 
     def __call__(self, _level: int, text: str) -> None:
-        """Take a message."""
         if not self.is_listening:
             return
         self.buffers += buffer_lines([text])
@@ -275,7 +274,6 @@ def _row(context: Context, index: int) -> Logits:
 
 
 def _rows_of(path: Path | None, stack: ExitStack) -> IO[bytes] | None:
-    """Open a file of rows."""
     return None if path is None else stack.enter_context(path.open("rb"))
 
 
