@@ -121,11 +121,7 @@ class DevicePeak:
     n_bytes: int | None
 
     def to_json(self) -> dict[str, Json]:
-        """Give the object of the contract.
-
-        Returns:
-            Keys index, device and bytes.
-        """
+        """Give the object of the contract: keys index, device and bytes."""
         return {"index": self.index, "device": self.device, "bytes": self.n_bytes}
 
 
@@ -177,7 +173,6 @@ class SwitchOutcome:
     peak_device_bytes: tuple[DevicePeak, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse an outcome that would lie about itself."""
         parked = self.status is SwitchStatus.PARKED
         went_well = self.status in {SwitchStatus.SWITCHED, SwitchStatus.UNCHANGED}
         wrong = ""
@@ -205,11 +200,7 @@ class SwitchOutcome:
         return None if self.effective_placement is None else self.effective_placement.mode
 
     def to_json(self) -> dict[str, Json]:
-        """Give the object of the contract, fit for ``json.dumps``.
-
-        Returns:
-            A fresh dictionary with every key of the contract, in its order.
-        """
+        """Give the object of the contract, fit for ``json.dumps``: every key, in its order."""
         return {
             "status": self.status.value,
             "requested": to_plain(self.requested),
@@ -237,11 +228,7 @@ class SwitchOutcome:
 def to_plain(value: object) -> Json:
     """Turn a value made of dataclasses, enums and tuples into what JSON can hold.
 
-    Args:
-        value: the value; an enum gives its value, a dataclass an object of its fields, a path its text.
-
-    Returns:
-        The same facts as JSON types; containers are fresh.
+    An enum gives its value, a dataclass an object of its fields, a path its text; containers are fresh.
 
     Raises:
         TypeError: something in it has no JSON form.

@@ -177,6 +177,11 @@ class Placement:
             if getattr(self, field) not in KV_TYPES:
                 raise PlacementInvalid(field, getattr(self, field), "one of " + " ".join(KV_TYPES))
 
+    @property
+    def n_streams(self) -> int:
+        """Streams of cells in the context's memory."""
+        return 1 if self.kv_unified else self.n_seq_max
+
     def normalise(self) -> Placement:
         """Write the same placement in the one way that compares equal.
 
@@ -199,35 +204,20 @@ class Placement:
         )
 
     def differs(self, other: Placement) -> list[str]:
-        """Name the fields in which two placements differ, after normalising both.
-
-        Args:
-            other: the placement to compare with.
-
-        Returns:
-            Field names in the order of the class; empty when the placements are the same.
-        """
+        """Name the fields in which two placements differ, after normalising both, in the order of the class."""
         mine, theirs = self.normalise(), other.normalise()
         return [
             field.name for field in dataclasses.fields(self) if getattr(mine, field.name) != getattr(theirs, field.name)
         ]
 
     def changed(self, **named: Any) -> Placement:
-        """Make the target of a switch: what is not named stays, but a tensor split only within a mode.
-
-        Args:
-            named: fields by name, as far as the request named them.
-
-        Returns:
-            The target; compare with `differs` to report what else moved.
+        """Make the target of a switch: fields that are not named stay, but a tensor split only within a mode.
 
         Raises:
             PlacementInvalid: an unknown field, or a value that no placement can have.
         """
-        known = {field.name for field in dataclasses.fields(self)}
         for name in named:
-            if name not in known:
-                raise PlacementInvalid("placement", name, "one of the fields " + " ".join(sorted(known)))
+            _field_of(name)
         if "tensor_split" not in named and self.tensor_split is not None:
             moved = named.get("mode", self.mode) is not self.mode
             devices = named.get("devices", self.devices)
@@ -259,33 +249,17 @@ class Placement:
         return " ".join(words)
 
     def to_json(self) -> dict[str, Any]:
-        """Give the placement as plain values.
-
-        Returns:
-            Field name to value; enums by their word, tuples as lists.
-        """
+        """Give the placement as plain values by field; enums by their word, tuples as lists."""
         return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Placement:
-        """Read back what `to_json` gave.
-
-        Args:
-            plain: field name to value; a field that is left out keeps its default.
-
-        Returns:
-            The placement.
+        """Read back what `to_json` gave; a field that is left out keeps its default.
 
         Raises:
             PlacementInvalid: an unknown field, or a value of the wrong kind or out of range.
         """
-        known = {field.name: field for field in dataclasses.fields(cls)}
-        values: dict[str, Any] = {}
-        for name, value in plain.items():
-            if name not in known:
-                raise PlacementInvalid("placement", name, "one of the fields " + " ".join(sorted(known)))
-            values[name] = _typed(name, value, known[name].default)
-        return cls(**values)
+        return cls(**{name: _typed(name, value, _field_of(name).default) for name, value in plain.items()})
 
 
 class Changes(dict[str, Any]):
@@ -327,6 +301,14 @@ _INT_RANGES: tuple[tuple[str, int, int], ...] = (
     ("n_threads", 0, 4096),
     ("n_threads_batch", 0, 4096),
 )
+
+
+def _field_of(name: str) -> dataclasses.Field[Any]:
+    """Refuse a name that no field of a placement has."""
+    known = {field.name: field for field in dataclasses.fields(Placement)}
+    if name not in known:
+        raise PlacementInvalid("placement", name, "one of the fields " + " ".join(sorted(known)))
+    return known[name]
 
 
 def _plain(value: Any) -> Any:

@@ -159,7 +159,7 @@ class Engine:
 
         self.model = Model.load(self.library, self.model_path, model_params(placement), progress=on_progress)
 
-    def build(self, placement: Placement, *, abortable: bool = True) -> Placement:
+    def build(self, placement: Placement) -> Placement:
         """Make the context, and load and apply the adapters.
 
         Returns:
@@ -176,11 +176,8 @@ class Engine:
         # Only a choice that is left to the library has to be heard; listening costs a call for every line of its log.
         stop = self.library.log.listen(lambda _level, text: said.append(text)) if is_open else lambda: None
         try:
-            self.context = Context(
-                self.model,
-                context_params(placement, embeddings=self.embeddings),
-                abort=self._polled() if abortable else None,
-            )
+            params = context_params(placement, embeddings=self.embeddings)
+            self.context = Context(self.model, params, abort=self._poll)
         finally:
             stop()
         if self.adapters:
@@ -196,25 +193,16 @@ class Engine:
             flash_attn=_resolved_flash_attn(placement, said),
         )
 
-    def _polled(self) -> Callable[[], bool]:
-        """Give what the library asks between two nodes of a graph."""
-        tick, is_cancelled = self.on_tick, self.is_cancelled
-        if tick is None:
-            return is_cancelled
-
-        def poll() -> bool:
-            tick()
-            return is_cancelled()
-
-        return poll
+    def _poll(self) -> bool:
+        """Answer what the library asks between two nodes of a graph: whether to stop."""
+        if self.on_tick is not None:
+            self.on_tick()
+        return self.is_cancelled()
 
     def rebuild(self, placement: Placement) -> None:
         """Throw the context away and make a new, empty one on the same model; adapters are loaded and applied again."""
-        context, self.context = self.context, None
-        if context is not None:
-            context.close()
-        self._free_adapters()
-        self.build(placement, abortable=True)
+        self._free_context()
+        self.build(placement)
 
     @property
     def live_context(self) -> Context:
@@ -225,17 +213,17 @@ class Engine:
 
     def free(self) -> None:
         """Free context, adapters and model, whichever there are."""
-        context, model, self.context, self.model = self.context, self.model, None, None
-        if context is not None:
-            context.close()
-        self._free_adapters()
+        model, self.model = self.model, None
+        self._free_context()
         if model is not None:
             model.close()
 
-    def _free_adapters(self) -> None:
+    def _free_context(self) -> None:
+        context, self.context = self.context, None
         adapters, self._live_adapters = self._live_adapters, []
-        for adapter in adapters:
-            adapter.close()
+        for one in (context, *adapters):
+            if one is not None:
+                one.close()
 
 
 def _loaded(model: Model, adapter: LoadedAdapter) -> Adapter:

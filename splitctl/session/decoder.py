@@ -240,11 +240,7 @@ class Decoder:
         return live.run(batch)
 
     def _draw(self, slot: Slot) -> Token:
-        """Draw a sequence's next token from its logits, and append it.
-
-        Raises:
-            ConfigInvalid: it has no logits.
-        """
+        """Draw a sequence's next token from its logits, and append it; ConfigInvalid where it has none."""
         if not slot.has_logits:
             raise ConfigInvalid("seq_id", slot.seq_id, "a sequence that holds a prompt with logits (prefill first)")
         sampler = slot.sampler or self.put_sampler(slot, SamplerSpec(), 0)
@@ -254,11 +250,6 @@ class Decoder:
         is_end = model.is_eog(token)
         piece = b"" if is_end or not model.has_tokenizer else model.piece(token)
         return Token(token, piece, len(slot.tokens) - 1, is_end)
-
-    def set_sampler(self, slot: Slot, spec: SamplerSpec) -> None:
-        """Draw by ``spec`` from now on; the same spec again goes on where it is."""
-        if slot.sampler is None or slot.sampler.spec != spec:
-            self.put_sampler(slot, spec, 0)
 
     def put_sampler(self, slot: Slot, spec: SamplerSpec, n_draws: int) -> Sampler:
         """Give a sequence a fresh sampler that has accepted its tokens and has made so many draws."""
@@ -304,12 +295,9 @@ class Decoder:
             self.put_sampler(slot, slot.sampler.spec, slot.sampler.n_draws)
 
     def keep(self, slot: Slot, n_tokens: int) -> int:
-        """Cut a sequence to its first ``n_tokens``, or to none where its memory cannot be cut there; decodes nothing.
+        """Cut a sequence to its first ``n_tokens``, or to none where its memory cannot be cut there; returns how many.
 
-        The sampler stays as it is, and so do the logits where nothing but an undecoded token goes.
-
-        Returns:
-            Tokens kept.
+        Decodes nothing. The sampler stays as it is, and so do the logits where nothing but an undecoded token goes.
         """
         live = self._live
         n_kept = n_tokens
@@ -366,12 +354,11 @@ class Decoder:
     def refuse_shift(self) -> None:
         """Raise Refused where a shift would end in an abort, or cannot be."""
         if self._live.placement.mode is SplitMode.TENSOR:
-            reason = Reason(
-                "shift-in-tensor-mode",
+            text = (
                 "the context cannot be shifted in tensor mode (the library's next decode would abort); "
-                "switch to layer first, or open a larger context",
+                "switch to layer first, or open a larger context"
             )
-            raise Refused((reason,))
+            raise Refused((Reason("shift-in-tensor-mode", text),))
         if not self._live.engine.live_context.can_shift():
             raise Refused((Reason("cannot-shift", "this model's memory cannot be shifted; open a larger context"),))
 

@@ -370,7 +370,9 @@ class Session:
     def set_sampler(self, spec: SamplerSpec, seq_id: int = 0) -> None:
         """Draw a sequence's next tokens by ``spec``; the same one again goes on where it is."""
         with self._working("setting a sampler"):
-            self._decoder.set_sampler(self._slot(seq_id), spec)
+            slot = self._slot(seq_id)
+            if slot.sampler is None or slot.sampler.spec != spec:
+                self._decoder.put_sampler(slot, spec, 0)
 
     def copy_sequence(self, source: int, target: int) -> None:
         """Let an empty sequence start as a copy of another; it is whole at once, with nothing left for a later decode.

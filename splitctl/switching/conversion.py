@@ -38,17 +38,12 @@ class Plan:
     is_quantized: bool = False
 
 
-def n_streams(placement: Placement) -> int:
-    """Return the memory streams of a placement's context."""
-    return 1 if placement.kv_unified else placement.n_seq_max
-
-
 def plan(current: Placement, target: Placement) -> Plan | None:
     """Say what must be rewritten to go from one placement to another; None where the bytes go as they are."""
     sides = [(current.type_k, target.type_k), (current.type_v, target.type_v)]
     kinds = [TensorType[new.upper()] if old != new else None for old, new in sides]
     turned = current.flash_attn is not target.flash_attn
-    streams = n_streams(target) if n_streams(current) != n_streams(target) else None
+    streams = target.n_streams if current.n_streams != target.n_streams else None
     if kinds == [None, None] and not turned and streams is None:
         return None
     changed = {one for side in sides if side[0] != side[1] for one in side}

@@ -66,7 +66,7 @@ class BuildFacts:
     @property
     def measured(self) -> bool:
         """Whether the tables were filled by watching this build."""
-        return tables.is_measured(self.version)
+        return self.version.strip() in tables.MEASURED
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,8 +397,8 @@ def _conversion(case: _Case) -> Iterator[Finding]:
     ]
     if case.flash is not current.flash_attn and FlashAttn.AUTO not in {case.flash, current.flash_attn}:
         needed.append(f"flash attention from {current.flash_attn.value} to {case.flash.value}")
-    if _streams(current) != _streams(target):
-        needed.append(f"{_streams(current)} stream(s) of cells to {_streams(target)}")
+    if current.n_streams != target.n_streams:
+        needed.append(f"{current.n_streams} stream(s) of cells to {target.n_streams}")
     for what in needed:
         if case.facts.architecture in tables.OPAQUE_STATES:
             text = (
@@ -417,7 +417,7 @@ def _conversion(case: _Case) -> Iterator[Finding]:
 def _restore(case: _Case) -> Iterator[Finding]:
     """Some builds restore the last stream alone, which would show only after everything was freed."""
     number, n_held = case.build.number, len(case.session.tokens)
-    if case.facts.is_recurrent or not case.facts.has_memory or min(n_held, _streams(case.target)) < 2:
+    if case.facts.is_recurrent or not case.facts.has_memory or min(n_held, case.target.n_streams) < 2:
         return
     if number is not None and number < tables.ALL_STREAMS_RESTORED_SINCE:
         text = (
@@ -425,11 +425,6 @@ def _restore(case: _Case) -> Iterator[Finding]:
             f"({case.build.version}) restores the last one alone; use a newer one, or a unified cache"
         )
         yield Finding("streams-lost-on-restore", text)
-
-
-def _streams(placement: Placement) -> int:
-    """Memory streams of a placement's context."""
-    return 1 if placement.kv_unified else placement.n_seq_max
 
 
 def _quiet(case: _Case) -> Iterator[Finding]:

@@ -93,11 +93,6 @@ def build_number(version: str) -> int | None:
     return int(found[1]) if found else _PACKAGE_NUMBERS.get(version.strip())
 
 
-def is_measured(version: str) -> bool:
-    """Tell whether the tables were filled by watching the build of this version."""
-    return version.strip() in MEASURED
-
-
 def tensor_fault(architecture: str, number: int | None) -> str | None:
     """Tell what a build (None: of unknown number) does with an architecture in tensor mode.
 

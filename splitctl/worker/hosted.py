@@ -97,6 +97,6 @@ def _conversions(now: Placement, target: Placement) -> tuple[str, ...]:
         (plan.type_k, f"K from {now.type_k} to {target.type_k}"),
         (plan.type_v, f"V from {now.type_v} to {target.type_v}"),
         (plan.v_trans, f"V turned: {v_order}"),
-        (plan.n_stream, f"streams from {conversion.n_streams(now)} to {plan.n_stream}"),
+        (plan.n_stream, f"streams from {now.n_streams} to {plan.n_stream}"),
     )
     return tuple(text for wanted, text in phrases if wanted is not None)
