@@ -10,8 +10,8 @@ Laws:
 
 How the bytes are got: on x86-64 a large struct is returned through a hidden first pointer, so the default functions can
 be called as ``void *f(void *out)`` on a large buffer, filled with 0xA5 and then with 0x5A; what is equal in both was
-written. Elsewhere only the values of a by-value return are at hand (:meth:`Observed.from_values`), and law 2 is checked
-on values alone.
+written. Elsewhere only the values of a by-value return are at hand (``StructAnswer.written`` is None), and law 2 is
+checked on values alone.
 """
 
 from __future__ import annotations
@@ -38,36 +38,13 @@ class Observed:
     """Everything about a library that tells its layout."""
 
     model: StructAnswer
+    """Of ``llama_model_default_params``."""
     context: StructAnswer
+    """Of ``llama_context_default_params``."""
     batch: StructAnswer
+    """Of ``llama_batch_get_one``, called with a non-NULL pointer and two tokens."""
     exports: frozenset[str]
     """Exported symbols; empty where they could not be listed."""
-
-    @classmethod
-    def from_fills(
-        cls,
-        *,
-        model: tuple[bytes, bytes],
-        context: tuple[bytes, bytes],
-        batch: tuple[bytes, bytes],
-        exports: frozenset[str],
-    ) -> Observed:
-        """Take the probing of the three functions, each a pair of buffers (see :meth:`StructAnswer.from_fills`).
-
-        Args:
-            model: of ``llama_model_default_params``.
-            context: of ``llama_context_default_params``.
-            batch: of ``llama_batch_get_one`` called with a non-NULL pointer and two tokens.
-            exports: the library's exported symbols.
-        """
-        return cls(
-            StructAnswer.from_fills(*model), StructAnswer.from_fills(*context), StructAnswer.from_fills(*batch), exports
-        )
-
-    @classmethod
-    def from_values(cls, *, model: bytes, context: bytes, batch: bytes, exports: frozenset[str]) -> Observed:
-        """Take by-value returns into structs declared larger than any known one; what was written is unknown."""
-        return cls(StructAnswer(model, None), StructAnswer(context, None), StructAnswer(batch, None), exports)
 
 
 @dataclass(frozen=True, slots=True)

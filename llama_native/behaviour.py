@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 def check(ffi: cffi.FFI, lib: Any, profile: Profile) -> bool:
     """Check with real calls what no struct shows: candidate arrays, the penalties prototype, how draws are counted.
 
-    Args:
-        ffi: the library's FFI.
-        lib: the library; nobody else calls it yet.
-        profile: what its layout was found to be.
+    Nobody else calls the library yet.
 
     Returns:
         Whether sampling from one candidate consumes a random draw in this build.

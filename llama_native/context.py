@@ -33,10 +33,7 @@ class Context(Handle):
     def __init__(self, model: Model, params: ContextParams, *, abort: Callable[[], bool] | None = None) -> None:
         """Make a context on a model.
 
-        Args:
-            model: the placed model.
-            params: the wanted sizes and types.
-            abort: read by the library between the nodes of a graph; True ends the decode (processors only).
+        ``abort`` is read by the library between the nodes of a graph; True ends the decode (processors only).
 
         Raises:
             CallFailed: the library returned NULL; its last log lines are in the error.
@@ -193,14 +190,9 @@ class Context(Handle):
 
     def clear(self) -> None:
         """Forget every sequence."""
-        with self.library.calling() as (_, lib):
-            prefix, memory = self._memory(lib)
-            if not memory:
-                return
-            if prefix == "llama_memory_":
-                lib.llama_memory_clear(memory, True)  # noqa: FBT003 - C has no names for arguments: the data too
-            else:
-                lib.llama_kv_self_clear(memory)
+        # The newer function asks whether to clear the data too.
+        with_data = (True,) if self.library.exports(_NEW_MEMORY) else ()
+        self._memory_call("clear", *with_data, none=None)
 
     def seq_rm(self, seq_id: int, first: int = -1, last: int = -1) -> bool:
         """Forget positions [first, last) of a sequence (-1: open end); False: this memory cannot cut there."""

@@ -105,15 +105,9 @@ def strip(text: str) -> str:
 
 
 def struct_layout(text: str, name: str, *, pointer_size: int = 8) -> StructLayout:
-    """Compute the layout of one struct from its declaration.
+    """Compute the layout of one struct from C text that holds ``struct <name> { ... }``.
 
-    Args:
-        text: C text that holds ``struct <name> { ... }``.
-        name: the struct's tag.
-        pointer_size: bytes of a pointer and of size_t.
-
-    Returns:
-        Fields in order with offsets and sizes in bytes, under natural alignment.
+    ``pointer_size`` is that of a pointer and of size_t, bytes.
 
     Raises:
         DeclarationError: the struct is absent or has a field that this reader does not understand.

@@ -42,16 +42,9 @@ def text(ffi: cffi.FFI, pointer: Any) -> str:
 
 
 def read_devices(ffi: cffi.FFI, lib: Any, *, memory: bool) -> tuple[Device, ...]:
-    """List the library's devices in its own order.
-
-    Args:
-        ffi: the library's FFI.
-        lib: the library; its lock is held by the caller.
-        memory: also ask for free and total bytes.
-    """
+    """List the library's devices in its own order, with their memory if asked for; the caller holds the lock."""
     found = []
-    for index in range(lib.ggml_backend_dev_count()):
-        device = lib.ggml_backend_dev_get(index)
+    for device in _all(lib):
         free, total = ffi.new("size_t *"), ffi.new("size_t *")
         if memory:
             lib.ggml_backend_dev_memory(device, free, total)
@@ -68,38 +61,25 @@ def read_devices(ffi: cffi.FFI, lib: Any, *, memory: bool) -> tuple[Device, ...]
     return tuple(found)
 
 
-def resolve(ffi: cffi.FFI, lib: Any, names: Sequence[str]) -> Any:
-    """Return a NULL-terminated array of device handles, or NULL when no name is given.
-
-    A name may come twice: the library then sees two devices (one processor as two, for example).
-
-    Lifetime: the array is read by a model's load only, but is to be kept as long as the model.
-
-    Raises:
-        UnknownDevice: naming the devices that there are.
-    """
-    if not names:
-        return ffi.NULL
-    return ffi.new("ggml_backend_dev_t[]", [*handles(ffi, lib, names), ffi.NULL])
-
-
 def handles(ffi: cffi.FFI, lib: Any, names: Sequence[str]) -> list[Any]:
     """Turn device names into the library's handles; upper and lower case are the same.
+
+    A name may come twice: the library then sees two devices (one processor as two, for example).
 
     Raises:
         UnknownDevice: naming the devices that there are.
     """
     by_name: dict[str, Any] = {}
-    for index in range(lib.ggml_backend_dev_count()):
-        device = lib.ggml_backend_dev_get(index)
+    for device in _all(lib):
         by_name.setdefault(text(ffi, lib.ggml_backend_dev_name(device)).lower(), device)
-    found = []
     for name in names:
-        handle = by_name.get(name.lower())
-        if handle is None:
+        if name.lower() not in by_name:
             raise UnknownDevice(name, tuple(text(ffi, lib.ggml_backend_dev_name(d)) for d in by_name.values()))
-        found.append(handle)
-    return found
+    return [by_name[name.lower()] for name in names]
+
+
+def _all(lib: Any) -> list[Any]:
+    return [lib.ggml_backend_dev_get(index) for index in range(lib.ggml_backend_dev_count())]
 
 
 def _kind(lib: Any, device: Any) -> DeviceKind | None:

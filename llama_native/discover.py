@@ -133,13 +133,10 @@ def _places(env: Mapping[str, str], explicit: str | os.PathLike[str] | None) -> 
             yield from _named(Path(env[variable]).expanduser(), variable)
     for package in _PACKAGES:
         yield from _installed(package)
-    folders = [Path(name) for name in env.get("LD_LIBRARY_PATH", "").split(":") if name]
-    for folder in folders:
+    folders = [(Path(name), "LD_LIBRARY_PATH") for name in env.get("LD_LIBRARY_PATH", "").split(":") if name]
+    for folder, origin in [*folders, *((folder, "system folder") for folder in default_folders())]:
         for path in _libraries_in(folder):
-            yield _Place(path, "LD_LIBRARY_PATH")
-    for folder in default_folders():
-        for path in _libraries_in(folder):
-            yield _Place(path, "system folder")
+            yield _Place(path, origin)
 
 
 def _named(path: Path, origin: str) -> Iterator[_Place]:
@@ -196,16 +193,10 @@ def _version_near(path: Path) -> str:
 
 
 def refusal(path: Path, resolver: Resolver, *, named: bool = True) -> str:
-    """Tell from the outside why a file cannot serve as libllama.
+    """Tell from the outside why a file cannot serve as libllama: the first reason, empty where there is none.
 
-    Args:
-        path: the file.
-        resolver: finds the libraries that it needs.
-        named: the user asked for this file. Then its age and functions are left to who opens it and can say which build
-            it is; of files that we came upon ourselves, those that would be refused make room for the next.
-
-    Returns:
-        The first reason found, empty where there is none.
+    The age and the functions of a file that the user has `named` are left to who opens it and can say which build it
+    is; of files that we came upon ourselves, those that would be refused make room for the next.
     """
     elf, reason = _examine(path)
     if elf is None:

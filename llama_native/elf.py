@@ -37,13 +37,8 @@ _MAX_NAME = 4096
 
 _PT_LOAD, _PT_DYNAMIC = 1, 2
 _DT_NEEDED, _DT_HASH, _DT_STRTAB, _DT_SYMTAB, _DT_STRSZ, _DT_RPATH, _DT_RUNPATH = 1, 4, 5, 6, 10, 15, 29
-_DT_GNU_HASH, _DT_VERDEF, _DT_VERDEFNUM, _DT_VERNEED, _DT_VERNEEDNUM = (
-    0x6FFFFEF5,
-    0x6FFFFFFC,
-    0x6FFFFFFD,
-    0x6FFFFFFE,
-    0x6FFFFFFF,
-)
+_DT_GNU_HASH = 0x6FFFFEF5
+_DT_VERDEF, _DT_VERDEFNUM, _DT_VERNEED, _DT_VERNEEDNUM = 0x6FFFFFFC, 0x6FFFFFFD, 0x6FFFFFFE, 0x6FFFFFFF
 _SYMBOL_BYTES = 24
 _VERSION_IS_WEAK = 2
 
@@ -83,7 +78,8 @@ class _Reader:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.n_bytes = file.seek(0, 2)
-        self._segments: list[tuple[int, int, int]] = []
+        self.segments: list[tuple[int, int, int]] = []
+        """Of the loaded image: address, file offset, size in bytes."""
 
     def at(self, offset: int, n_bytes: int) -> bytes:
         """Read exactly ``n_bytes`` at a file offset."""
@@ -95,27 +91,18 @@ class _Reader:
             raise ElfError(f"it ended at {offset + len(data)} while being read")
         return data
 
-    def map_segment(self, address: int, offset: int, n_bytes: int) -> None:
-        """Remember where a loaded segment lies in the file."""
-        self._segments.append((address, offset, n_bytes))
-
     def offset_of(self, address: int) -> int:
         """Translate an address of the loaded image to a file offset."""
-        for start, offset, n_bytes in self._segments:
+        for start, offset, n_bytes in self.segments:
             if start <= address < start + n_bytes:
                 return address - start + offset
         raise ElfError(f"its tables point to the address {address:#x}, which no segment of the file holds")
 
 
 def read_elf(path: Path, *, exports: bool = False) -> ElfFile:
-    """Read a shared library's header and dynamic tables.
+    """Read a shared library's header and dynamic tables, with `exports` its symbol table as well.
 
-    Args:
-        path: a regular file.
-        exports: read the symbol table as well.
-
-    Returns:
-        What the file says; only the machine where word size or byte order differ.
+    Of a file with another word size or byte order only the machine is told.
 
     Raises:
         ElfError: it is not an ELF file, or is damaged.
@@ -149,7 +136,7 @@ def _read(reader: _Reader, *, exports: bool) -> ElfFile:
         "<IIQQQQQQ", programs
     ):
         if kind_ == _PT_LOAD:
-            reader.map_segment(address, offset, n_file)
+            reader.segments.append((address, offset, n_file))
         elif kind_ == _PT_DYNAMIC:
             dynamic = reader.at(offset, min(n_file, 16 * _MAX_DYNAMIC) & ~15)
     entries: list[tuple[int, int]] = []

@@ -22,7 +22,7 @@ STRUCTS: Mapping[str, str] = {"model": "llama_model_params", "context": "llama_c
 class StructAnswer:
     """What one function wrote into a caller's buffer.
 
-    ``values``: the buffer's bytes.
+    ``values``: the buffer's bytes; empty where the function is absent.
     ``written``: per byte, whether the library wrote it; None where that cannot be known.
     """
 
@@ -31,15 +31,7 @@ class StructAnswer:
 
     @classmethod
     def from_fills(cls, first: bytes, second: bytes) -> StructAnswer:
-        """Compare two runs over differently filled buffers; what is equal in both was written.
-
-        Args:
-            first: the buffer that was filled with ``FILLS[0]``; empty where the function is absent.
-            second: the buffer that was filled with ``FILLS[1]``, of the same length.
-
-        Raises:
-            ValueError: the lengths differ.
-        """
+        """Compare buffers of one length that were filled with the bytes of ``FILLS``; what is equal was written."""
         return cls(first, tuple(a == b for a, b in zip(first, second, strict=True)))
 
     @property

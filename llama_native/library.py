@@ -31,6 +31,7 @@ from llama_native.errors import (
     RpcServerUnusable,
     SecondLibrary,
 )
+from llama_native.linker import mapped_libraries
 from llama_native.logs import LEVEL_CONTINUES, LEVEL_DEBUG, LEVEL_INFO, LogTail
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class Library:
             Reentered: this thread is inside a call already (a callback must not call the library).
             ForkedProcess: this process is a fork of the one that opened the library.
         """
-        if os.getpid() != self.pid:
+        if self.forked:
             raise ForkedProcess(self.pid, os.getpid())
         me = threading.get_ident()
         # cffi lets go of the GIL during a call, so other threads wait here for the lock. One that holds it already (a
@@ -330,11 +331,7 @@ def _refuse_foreign_ggml(path: Path) -> None:
     folder = path.resolve().parent
     near = {folder, *(Path(f).resolve() for f in discover.backend_folders(path))}
     wanted = {name for name in discover.needed_libraries(path) if name.startswith("libggml")}
-    if not wanted:
-        return
-    with Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as maps:
-        mapped = {Path(line.split(None, 5)[5].strip()) for line in maps if "libggml" in line}
-    strange = [m for m in mapped if m.name in wanted and m.resolve().parent not in near]
+    strange = [m for m in mapped_libraries() if m.name in wanted and m.resolve().parent not in near]
     if strange:
         raise LibraryUnusable(
             path,

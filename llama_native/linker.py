@@ -83,14 +83,14 @@ def _loadable(path: Path) -> bool:
         return False
 
 
-def _in_process() -> dict[str, Path]:
-    """Map the file names of the libraries that this process has mapped; the linker takes those first."""
+def mapped_libraries() -> list[Path]:
+    """List the libraries that this process has mapped."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
-        return {}
-    paths = {line.split(None, 5)[5] for line in lines if len(line.split(None, 5)) == 6 and ".so" in line}
-    return {Path(path).name: Path(path) for path in paths if path.startswith("/")}
+        return []
+    paths = {line.split(None, 5)[-1] for line in lines if ".so" in line}
+    return [Path(path) for path in paths if path.startswith("/")]
 
 
 class Resolver:
@@ -102,20 +102,15 @@ class Resolver:
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._env_folders = tuple(Path(name) for name in re.split("[:;]", env.get("LD_LIBRARY_PATH", "")) if name)
-        self._mapped = _in_process()
+        # The linker takes those first.
+        self._mapped = {path.name: path for path in mapped_libraries()}
         self._defaults = default_folders()
 
     def find(self, name: str, origin: Path, elf: ElfFile, inherited: tuple[str, ...]) -> Path | None:
-        """Find one needed library.
+        """Find a library by an entry of DT_NEEDED; None where the linker would find none.
 
-        Args:
-            name: an entry of DT_NEEDED.
-            origin: the folder of the file that needs it.
-            elf: that file.
-            inherited: DT_RPATH folders of the files that loaded it, $ORIGIN resolved.
-
-        Returns:
-            The file, or None where the linker would find none.
+        `elf`, in the folder `origin`, needs it; `inherited` are DT_RPATH folders of the files that loaded that one,
+        with $ORIGIN resolved.
         """
         if "/" in name:
             return Path(name) if Path(name).is_file() else None
@@ -130,10 +125,7 @@ class Resolver:
         return next((folder / name for folder in self._defaults if _loadable(folder / name)), None)
 
     def problems(self, path: Path) -> tuple[str, ...]:
-        """Tell what will keep the linker from loading a library.
-
-        Missing libraries and symbol versions, a phrase each.
-        """
+        """Tell what keeps the linker from loading a library: missing libraries and symbol versions, a phrase each."""
         found: dict[str, str] = {}
         waiting: list[tuple[Path, tuple[str, ...]]] = [(path, ())]
         seen: set[Path] = set()

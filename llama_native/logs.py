@@ -33,12 +33,7 @@ class LogTail:
         self._n_lines_before_call = 0
 
     def feed(self, level: int, text: str) -> None:
-        """Take one message of the library.
-
-        Args:
-            level: ggml's log level (1 debug, 2 info, 3 warning, 4 error, 5 continues the line before).
-            text: the message, with or without its end of line.
-        """
+        """Take one message of the library, with or without its end of line, at a log level of ggml's."""
         with self._lock:
             whole = self._open + text
             *done, self._open = whole.split("\n")
@@ -73,11 +68,7 @@ class LogTail:
         return bool(self._listeners)
 
     def listen(self, listener: Callable[[int, str], None]) -> Callable[[], None]:
-        """Call ``listener(level, text)`` for every message from now on.
-
-        Returns:
-            A function that ends the listening.
-        """
+        """Call ``listener(level, text)`` for every message from now on; returns a function that ends it."""
         with self._lock:
             self._listeners.append(listener)
 

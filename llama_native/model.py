@@ -11,7 +11,7 @@ import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from llama_native.devices import resolve, text
+from llama_native.devices import handles, text
 from llama_native.errors import CallFailed, LoadCancelled
 from llama_native.handle import Handle
 from llama_native.params import LoadMode, ModelParams
@@ -40,8 +40,8 @@ def fill_model_params(library: Library, ffi: Any, lib: Any, params: ModelParams)
     """
     c_params = lib.llama_model_default_params()
     keep: list[Any] = []
-    devices = resolve(ffi, lib, params.devices)
-    if devices != ffi.NULL:
+    if params.devices:
+        devices = ffi.new("ggml_backend_dev_t[]", [*handles(ffi, lib, params.devices), ffi.NULL])
         keep.append(devices)
         c_params.devices = devices
     if params.tensor_split is not None:

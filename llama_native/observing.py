@@ -11,17 +11,15 @@ import platform
 from typing import TYPE_CHECKING, Any
 
 from llama_native import abi
+from llama_native.layouts import StructAnswer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import cffi
 
 PROBE_BYTES = 1024
 """Room for a params struct: the largest known has 168 bytes. cdefs/probe_values.h says the same."""
 
 _HIDDEN_POINTER_MACHINES = frozenset({"x86_64", "AMD64"})
-_MODEL, _CONTEXT, _BATCH = "llama_model_default_params", "llama_context_default_params", "llama_batch_get_one"
 _N_TOKENS = 2
 
 
@@ -38,38 +36,31 @@ def header(*, by_value: bool) -> str:
 def observe(ffi: cffi.FFI, lib: Any, exports: frozenset[str], *, by_value: bool) -> abi.Observed:
     """Call the three functions that tell the layout; nothing is told of one that is not exported.
 
-    Args:
-        ffi: an FFI with the declarations of :func:`header`.
-        lib: the library.
-        exports: its exported symbols.
-        by_value: call them as functions that return a struct.
+    ``ffi`` has the declarations of :func:`header`; ``by_value`` calls them as functions that return a struct.
     """
+    ask = _value if by_value else _fills
     tokens = ffi.new("int32_t[]", _N_TOKENS)
-    if by_value:
-        model, context, batch = (_value(ffi, lib, name, tokens) for name in (_MODEL, _CONTEXT, _BATCH))
-        return abi.Observed.from_values(model=model, context=context, batch=batch, exports=exports)
-    return abi.Observed.from_fills(
-        model=_fills(ffi, lib, _MODEL, lambda function, out: function(out)),
-        context=_fills(ffi, lib, _CONTEXT, lambda function, out: function(out)),
-        batch=_fills(ffi, lib, _BATCH, lambda function, out: function(out, tokens, _N_TOKENS)),
+    return abi.Observed(
+        model=ask(ffi, lib, "llama_model_default_params"),
+        context=ask(ffi, lib, "llama_context_default_params"),
+        batch=ask(ffi, lib, "llama_batch_get_one", tokens, _N_TOKENS),
         exports=exports,
     )
 
 
-def _fills(ffi: cffi.FFI, lib: Any, name: str, call: Callable[[Any, Any], Any]) -> tuple[bytes, bytes]:
+def _fills(ffi: cffi.FFI, lib: Any, name: str, *arguments: Any) -> StructAnswer:
     if not hasattr(lib, name):
-        return b"", b""
+        return StructAnswer.from_fills(b"", b"")
     # The System V ABI for x86-64 returns a struct of more than 16 bytes through a pointer that the caller passes in the
     # register of a first argument; so the function can be called as `void *f(void *out)` on memory of ours.
-    low, high = (ffi.new("uint8_t[]", bytes([fill]) * PROBE_BYTES) for fill in abi.FILLS)
-    for buffer in (low, high):
-        call(getattr(lib, name), buffer)
-    return bytes(ffi.buffer(low, PROBE_BYTES)), bytes(ffi.buffer(high, PROBE_BYTES))
+    buffers = [ffi.new("uint8_t[]", bytes([fill]) * PROBE_BYTES) for fill in abi.FILLS]
+    for buffer in buffers:
+        getattr(lib, name)(buffer, *arguments)
+    return StructAnswer.from_fills(*(bytes(ffi.buffer(buffer, PROBE_BYTES)) for buffer in buffers))
 
 
-def _value(ffi: cffi.FFI, lib: Any, name: str, tokens: Any) -> bytes:
+def _value(ffi: cffi.FFI, lib: Any, name: str, *arguments: Any) -> StructAnswer:
     if not hasattr(lib, name):
-        return b""
-    function = getattr(lib, name)
-    returned = function(tokens, _N_TOKENS) if name == _BATCH else function()
-    return bytes(ffi.buffer(ffi.addressof(returned), PROBE_BYTES))
+        return StructAnswer(b"", None)
+    returned = getattr(lib, name)(*arguments)
+    return StructAnswer(bytes(ffi.buffer(ffi.addressof(returned), PROBE_BYTES)), None)

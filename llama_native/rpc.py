@@ -48,11 +48,7 @@ def check_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def greet(endpoint: str, *, timeout_s: float = _TIMEOUT_S) -> None:
-    """Shake hands with a server and leave again.
-
-    Args:
-        endpoint: HOST:PORT.
-        timeout_s: how long each step may take, seconds.
+    """Shake hands with a server at HOST:PORT and leave again; each step may take ``timeout_s`` seconds.
 
     Raises:
         RpcServerUnusable: it cannot be reached, is busy, or is no RPC server.
@@ -84,16 +80,11 @@ def greet(endpoint: str, *, timeout_s: float = _TIMEOUT_S) -> None:
 
 
 def _receive(connection: socket.socket, n_bytes: int) -> bytes:
-    got = b""
-    while len(got) < n_bytes:
-        try:
-            part = connection.recv(n_bytes - len(got))
-        except ConnectionError:
-            break
-        if not part:
-            break
-        got += part
-    return got
+    try:
+        with connection.makefile("rb") as file:
+            return file.read(n_bytes)
+    except ConnectionError:
+        return b""
 
 
 def find(ffi: Any, lib: Any, name: str, prototype: str) -> Any:

@@ -122,12 +122,7 @@ class SamplerChain(Handle):
             lib.llama_sampler_accept(self.pointer, token)
 
     def replay(self, accepted: list[int], n_draws: int) -> None:
-        """Bring a fresh chain to where another one was.
-
-        Args:
-            accepted: the tokens that the other chain accepted, oldest first.
-            n_draws: the random draws that it made.
-        """
+        """Bring a fresh chain to where one was that accepted these tokens, oldest first, and made so many draws."""
         with self.library.calling() as (ffi, lib):
             pointer = self.pointer
             for token in accepted:

@@ -36,14 +36,7 @@ def state_get(context: Context, buffer: Buffer) -> int:
     Raises:
         CallFailed: the library wrote nothing.
     """
-    with context.library.calling() as (ffi, lib):
-        lib.llama_synchronize(context.pointer)
-        view = ffi.from_buffer("uint8_t[]", buffer, require_writable=True)
-        n = int(lib.llama_state_get_data(context.pointer, view, len(view)))
-    # These calls say 0 bytes where they failed, whatever the fault was; the log has the rest.
-    if n == 0:
-        raise CallFailed("llama_state_get_data", 0, context.library.log.said(4))
-    return n
+    return _get(context, "llama_state_get_data", buffer)
 
 
 def state_set(context: Context, buffer: Buffer) -> int:
@@ -55,12 +48,7 @@ def state_set(context: Context, buffer: Buffer) -> int:
     Raises:
         CallFailed: the library refused them; the context is not to be used again.
     """
-    with context.library.calling() as (ffi, lib):
-        view = ffi.from_buffer("uint8_t[]", buffer)
-        n = int(lib.llama_state_set_data(context.pointer, view, len(view)))
-    if n == 0:
-        raise CallFailed("llama_state_set_data", 0, context.library.log.said(4))
-    return n
+    return _set(context, "llama_state_set_data", buffer)
 
 
 def sequence_state_size(context: Context, seq_id: int) -> int:
@@ -73,21 +61,32 @@ def sequence_state_size(context: Context, seq_id: int) -> int:
 def sequence_state_get(context: Context, buffer: Buffer, seq_id: int) -> int:
     """Write one sequence's state into ``buffer``; returns the bytes written; errors as for :func:`state_get`."""
     context.library.need("sequence-state")
-    with context.library.calling() as (ffi, lib):
-        lib.llama_synchronize(context.pointer)
-        view = ffi.from_buffer("uint8_t[]", buffer, require_writable=True)
-        n = int(lib.llama_state_seq_get_data(context.pointer, view, len(view), seq_id))
-    if n == 0:
-        raise CallFailed("llama_state_seq_get_data", 0, context.library.log.said(4))
-    return n
+    return _get(context, "llama_state_seq_get_data", buffer, seq_id)
 
 
 def sequence_state_set(context: Context, buffer: Buffer, seq_id: int) -> int:
     """Read one sequence's state from ``buffer``; returns the bytes read; errors as for :func:`state_set`."""
     context.library.need("sequence-state")
+    return _set(context, "llama_state_seq_set_data", buffer, seq_id)
+
+
+def _get(context: Context, function: str, buffer: Buffer, *seq_id: int) -> int:
+    with context.library.calling() as (ffi, lib):
+        lib.llama_synchronize(context.pointer)
+        view = ffi.from_buffer("uint8_t[]", buffer, require_writable=True)
+        n = int(getattr(lib, function)(context.pointer, view, len(view), *seq_id))
+    return _checked(context, function, n)
+
+
+def _set(context: Context, function: str, buffer: Buffer, *seq_id: int) -> int:
     with context.library.calling() as (ffi, lib):
         view = ffi.from_buffer("uint8_t[]", buffer)
-        n = int(lib.llama_state_seq_set_data(context.pointer, view, len(view), seq_id))
+        n = int(getattr(lib, function)(context.pointer, view, len(view), *seq_id))
+    return _checked(context, function, n)
+
+
+def _checked(context: Context, function: str, n: int) -> int:
+    # These calls say 0 bytes where they failed, whatever the fault was; the log has the rest.
     if n == 0:
-        raise CallFailed("llama_state_seq_set_data", 0, context.library.log.said(4))
+        raise CallFailed(function, 0, context.library.log.said(4))
     return n

@@ -37,20 +37,10 @@ class MetaKind(Enum):
     I64 = ("i64", 11, "int64_t")
     F64 = ("f64", 12, "double")
 
-    @property
-    def suffix(self) -> str:
-        """The setter's suffix, which is also the name in recipes."""
-        return self.value[0]
-
-    @property
-    def gguf_type(self) -> int:
-        """The number of the type in a GGUF file."""
-        return self.value[1]
-
-    @property
-    def c_type(self) -> str:
-        """The C type of one element."""
-        return self.value[2]
+    def __init__(self, suffix: str, gguf_type: int, c_type: str) -> None:
+        self.suffix = suffix
+        self.gguf_type = gguf_type
+        self.c_type = c_type
 
     @classmethod
     def of(cls, suffix: str) -> MetaKind:
@@ -62,8 +52,7 @@ class MetaKind(Enum):
         for kind in cls:
             if kind.suffix == suffix:
                 return kind
-        text = f"no metadata kind is called {suffix!r}"
-        raise ValueError(text)
+        raise ValueError(f"no metadata kind is called {suffix!r}")
 
 
 Scalar = bool | int | float | str
@@ -154,7 +143,6 @@ def create_tensors(library: Library, metadata: Sequence[MetaValue], fill: Fill |
 
 
 def _read_slot(ffi: Any, lib: Any, tensor: Any) -> TensorSlot:
-    """Read a tensor's name, type and sizes."""
     ne = ffi.cast("int64_t *", ffi.cast("uint8_t *", tensor) + _NE_OFFSET)
     dims = [int(ne[index]) for index in range(_N_DIMS)]
     name = ffi.string(lib.ggml_get_name(tensor)).decode("utf-8")
@@ -170,11 +158,9 @@ def _read_slot(ffi: Any, lib: Any, tensor: Any) -> TensorSlot:
 
 
 def _put(ffi: Any, lib: Any, tensor: Any, slot: TensorSlot, data: bytes | bytearray | memoryview) -> None:
-    """Copy data into a tensor, wherever it lives."""
     view = memoryview(data).cast("B")
     if len(view) != slot.n_bytes:
-        text = f"tensor {slot.name} takes {slot.n_bytes} bytes, {len(view)} were given"
-        raise ValueError(text)
+        raise ValueError(f"tensor {slot.name} takes {slot.n_bytes} bytes, {len(view)} were given")
     lib.ggml_backend_tensor_set(tensor, ffi.from_buffer("uint8_t[]", view), 0, slot.n_bytes)
 
 

@@ -110,8 +110,8 @@ def observe(library: Path) -> abi.Observed:
         last = child.stderr.strip().splitlines()[-1:] or [f"exit status {child.returncode}"]
         raise ProfileError(f"{library} cannot be observed: {last[0]}")
     fills: dict[str, list[str]] = json.loads(child.stdout)
-    pairs = {kind: (bytes.fromhex(first), bytes.fromhex(second)) for kind, (first, second) in fills.items()}
-    return abi.Observed.from_fills(**pairs, exports=frozenset())
+    answers = {kind: layouts.StructAnswer.from_fills(*map(bytes.fromhex, pair)) for kind, pair in fills.items()}
+    return abi.Observed(**answers, exports=frozenset())
 
 
 def _observe_child(library: str) -> dict[str, list[str]]:
