@@ -185,7 +185,8 @@ class Claim:
         """Remove socket and lock; a second call does nothing."""
         if self._lock < 0:
             return
-        _remove(self.address)
+        self.address.path.unlink(missing_ok=True)
+        self.address.path.with_suffix(_LOCK_SUFFIX).unlink(missing_ok=True)
         os.close(self._lock)
         self._lock = -1
 
@@ -304,9 +305,3 @@ def _answers(address: Address) -> bool:
         except OSError:
             return False
         return True
-
-
-def _remove(address: Address) -> None:
-    # Only for who holds the lock.
-    address.path.unlink(missing_ok=True)
-    address.path.with_suffix(_LOCK_SUFFIX).unlink(missing_ok=True)

@@ -65,6 +65,7 @@ class RequestFailed(SplitctlError):
     """Another process did not do what it was asked to, or was lost over it: a worker, or the host of a session.
 
     Attributes:
+        fault: whose fault.
         name: the error's class name there.
         message: one line for a person.
         body: what is known besides.
@@ -100,8 +101,9 @@ class RunRequest:
     """Read a prompt, switch when the prompt's mode differs from the generation's, and generate.
 
     Attributes:
-        chat: whether the model's chat template is applied to it.
+        chat: whether the model's chat template is applied to the prompt.
         n_predict: most tokens to generate; negative means until the model ends or the context is full.
+        placement: where and how to generate.
         prompt_mode: the split mode for the prompt, or None for the placement's own.
         prompt_batch: most tokens of one decode of the prompt, or None for the placement's own.
         prompt_ubatch: most tokens of one computed batch of the prompt; 0 for the largest that every device can lend,

@@ -15,7 +15,7 @@ class StopTexts:
         self.hit = False
 
     def feed(self, piece: bytes) -> bytes:
-        """Take the next piece; returns what is certain to belong to the answer: on a hit what precedes it."""
+        """Take the next piece; returns what surely belongs to the answer, on a hit what precedes the stop text."""
         if not self._needles:
             return piece
         self._held += piece

@@ -9,17 +9,15 @@ Laws:
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
 from splitctl.errors import ConfigInvalid, ContextFull, Parked
-from splitctl.ipc.jobs import Fault
 from splitctl.ipc.orders import Drawn, Ended, Forgot, Reading, Report, Start, Step
 from splitctl.session import Session
 from splitctl.session.decoder import Filling
-from splitctl.worker.failures import failure_of
+from splitctl.worker.failures import logged_failure_of
 
 
 @dataclass(slots=True)
@@ -56,7 +54,6 @@ class Batcher:
     """Carries streams on. Thread: the worker's one."""
 
     def __init__(self, session: Session, report: Callable[[Report], None]) -> None:
-        """Work on a session; ``report`` takes reports."""
         self._session = session
         self._report = report
         self._streams: dict[int, _Stream] = {}
@@ -236,9 +233,6 @@ class Batcher:
 
 
 def _ended(number: int, error: Exception) -> Ended:
-    """Say that an error ended a stream; where it is a fault of ours, the log says where."""
-    failure = failure_of(error)
-    if failure.fault is Fault.INTERNAL:
-        traceback.print_exception(error)
+    failure = logged_failure_of(error)
     why = "context" if isinstance(error, ContextFull) else "error"
     return Ended(number, why, failure.fault, failure.message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -51,6 +52,14 @@ def failure_of(error: BaseException, *, model: Path | None = None) -> Failure:
         text = f"{type(error).__name__}: {error}; this is a fault of splitctl, please report it (-v shows where)"
     fault = next((fault for kind, fault in _FAULTS.items() if isinstance(error, kind)), fault_of(error))
     return Failure(fault, type(error).__name__, text)
+
+
+def logged_failure_of(error: BaseException, *, model: Path | None = None) -> Failure:
+    """As `failure_of`; where the error is a fault of ours, the log says where it was raised."""
+    failure = failure_of(error, model=model)
+    if failure.fault is Fault.INTERNAL:
+        traceback.print_exception(error)
+    return failure
 
 
 def _message(error: Exception, model: Path | None) -> str:

@@ -13,7 +13,6 @@ import queue
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Mapping
 
 from llama_native import Library
@@ -40,7 +39,7 @@ from splitctl.probing.verify import Task, measure
 from splitctl.worker import inspection
 from splitctl.worker import run as running
 from splitctl.worker import serve as serving
-from splitctl.worker.failures import failure_of
+from splitctl.worker.failures import failure_of, logged_failure_of
 from splitctl.worker.inbox import CancelGate, Inbox
 
 _STDIN = 0
@@ -144,10 +143,7 @@ def _answer(
             case HostRequest():
                 return serving.serve(request, library, env, emit, inbox, cancel)
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent gets to know it
-        failure = failure_of(error, model=model)
-        if failure.fault is Fault.INTERNAL:
-            traceback.print_exc()
-        return failure
+        return logged_failure_of(error, model=model)
 
 
 def _verify(

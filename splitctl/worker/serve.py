@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import queue
 import threading
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager, suppress
 from time import monotonic, perf_counter
@@ -28,7 +27,7 @@ from splitctl.session import Session
 from splitctl.switching.checking import Checked
 from splitctl.worker import hosted, prompts
 from splitctl.worker.batching import Batcher
-from splitctl.worker.failures import failure_of
+from splitctl.worker.failures import failure_of, logged_failure_of
 from splitctl.worker.inbox import CancelGate, CheckDone, Inbox
 from splitctl.worker.inspection import device_body
 from splitctl.worker.opening import Steps, prober_of, read_generating, try_on_servers
@@ -325,7 +324,7 @@ class _Server:
         )
 
     def _report_trial(self) -> None:
-        """Tell how the trial of a switch went, once."""
+        """Report how the trial of a switch went, once."""
         if self._on_trial is None or self._session.stage is Stage.TRIAL:
             return
         outcome, last = self._on_trial, self._session.last_switch
@@ -355,8 +354,5 @@ class _Server:
 
 
 def _failed(number: int, error: Exception) -> Report:
-    """Say that an order failed; where it is a fault of ours, the log says where."""
-    failure = failure_of(error)
-    if failure.fault is Fault.INTERNAL:
-        traceback.print_exception(error)
+    failure = logged_failure_of(error)
     return orders.Failed(number, failure.fault, failure.name, failure.message, failure.body)
