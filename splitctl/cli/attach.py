@@ -12,15 +12,14 @@ from typing import Any
 import click
 
 from splitctl.carry.sequence import SamplerSpec
-from splitctl.cli.hosts import CtrlC, address_of, session_option, told
-from splitctl.cli.options import json_option, predict_option, prompt_options, sampler_options
-from splitctl.cli.output import ExitCode, Screen, error_body, one_line, print_json
+from splitctl.cli.hosts import CtrlC, address_of, session_option, with_screen
+from splitctl.cli.options import predict_option, prompt_options, sampler_options
+from splitctl.cli.output import ExitCode, Screen, one_line
 from splitctl.cli.prompts import PromptUnreadable, read_prompt
 from splitctl.cli.switch import outcome_line
 from splitctl.control.client import Client, ControlAnswer, HostGone, wait
 from splitctl.control.requests import ChatMessage, EventsRequest, GenerateRequest
 from splitctl.control.sockets import Address
-from splitctl.errors import SplitctlError
 from splitctl.ipc.jobs import Progress
 
 
@@ -61,7 +60,7 @@ class Talk:
 @click.option("--chat", is_flag=True, help="Apply the model's chat template, and keep the conversation.")
 @predict_option
 @sampler_options
-@json_option
+@with_screen
 def attach(
     *,
     session: str | None,
@@ -70,58 +69,37 @@ def attach(
     chat: bool,
     n_predict: int,
     sampler: SamplerSpec,
-    as_json: bool,
+    screen: Screen,
 ) -> int:
     """Generate with a running session. Without -p or -f, prompts are read line by line.
 
     A switch during an answer is shown, and the answer goes on. Ctrl-C ends the answer; at the prompt it ends the
     command.
     """
-    if as_json and prompt is None and prompt_file is None:
+    if screen.as_json and prompt is None and prompt_file is None:
         raise click.UsageError("--json prints one answer: give the prompt with -p TEXT or with -f FILE")
-    with Screen(as_json=as_json) as screen:
-        try:
-            address = address_of(session)
-            if prompt is None and prompt_file is None:
-                return _prompts(Talk(address, sampler, n_predict, chat), screen)
-            text = read_prompt(prompt, prompt_file, needed=True)
-            return answer_once(Talk(address, sampler, n_predict, chat), text, screen, as_json=as_json)
-        except (SplitctlError, OSError) as error:
-            return told(error, screen)
+    talk = Talk(address_of(session), sampler, n_predict, chat)
+    if prompt is None and prompt_file is None:
+        return _prompts(talk, screen)
+    return answer_once(talk, read_prompt(prompt, prompt_file, needed=True), screen)
 
 
-def answer_once(talk: Talk, prompt: str, screen: Screen, *, as_json: bool) -> ExitCode:
-    """Answer one prompt and show how that ended.
-
-    Raises:
-        SplitctlError: the host did not do it.
-    """
+def answer_once(talk: Talk, prompt: str, screen: Screen) -> ExitCode:
+    """Answer one prompt and show how that ended."""
     body = _answer(talk, prompt, screen)
     screen.end_text()
-    code = _code_of(body)
+    code = {"error": ExitCode.FAILED, "cancelled": ExitCode.CANCELLED}.get(body["why"], ExitCode.DONE)
     if code is ExitCode.CANCELLED:
         # It is told once, whatever comes now.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     message = str(body["message"] or "the answer was ended by Ctrl-C")
     if code is ExitCode.DONE:
         screen.line(_rates(body))
-        if as_json:
-            print_json(body)
-        return code
-    screen.line(f"splitctl: {one_line(message)}")
-    if as_json:
-        print_json(error_body("Cancelled" if code is ExitCode.CANCELLED else "StreamEnded", message, code, body))
-    return code
-
-
-def _code_of(body: dict[str, Any]) -> ExitCode:
-    if body["why"] == "error":
-        return ExitCode.FAILED
-    return ExitCode.CANCELLED if body["why"] == "cancelled" else ExitCode.DONE
+        return screen.answer(body)
+    return screen.fail("Cancelled" if code is ExitCode.CANCELLED else "StreamEnded", message, code, body)
 
 
 def _prompts(talk: Talk, screen: Screen) -> ExitCode:
-    """Answer prompts until there are no more."""
     is_terminal = sys.stdin.isatty()
     for prompt in _lines(screen, is_terminal=is_terminal):
         body = _answer(talk, prompt, screen)
@@ -139,7 +117,6 @@ def _prompts(talk: Talk, screen: Screen) -> ExitCode:
 
 
 def _lines(screen: Screen, *, is_terminal: bool) -> Iterator[str]:
-    """Read prompts, one a line; empty lines are none."""
     while True:
         try:
             if is_terminal:
@@ -158,11 +135,7 @@ def _lines(screen: Screen, *, is_terminal: bool) -> Iterator[str]:
 
 
 def _answer(talk: Talk, prompt: str, screen: Screen) -> dict[str, Any]:
-    """Answer a prompt on the screen, with a line for each event of the session.
-
-    Returns:
-        How the stream ended, with `text` and `tokens`.
-    """
+    """Answer a prompt on the screen; returns how the stream ended, with `text` and `tokens`."""
     pieces: list[str] = []
     tokens: list[int] = []
     with ExitStack() as stack:
@@ -209,7 +182,7 @@ def _watched(watch: Client, screen: Screen) -> bool:
 
 
 def _line_of(event: dict[str, Any]) -> str:
-    """Describe an event of the session in one line; empty for those that are not shown."""
+    """Describe an event in one line; empty for those that are not shown."""
     match event:
         case {"kind": "switch_ended", "outcome": dict() as outcome}:
             return outcome_line(outcome)
@@ -227,8 +200,6 @@ def _line_of(event: dict[str, Any]) -> str:
 
 
 def _rates(body: dict[str, Any]) -> str:
-    """Say how fast it was, in one line."""
-
     def rate(n: int, ms: float) -> str:
         return f"{n} tokens at {n / ms * 1e3:,.1f} tokens/s" if n and ms else f"{n} tokens"
 

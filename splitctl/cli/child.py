@@ -25,28 +25,21 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
-        """Count from zero."""
         self.count = 0
         self._worker: WorkerProcess | None = None
         self._previous: Any = None
 
     def __enter__(self) -> Self:
-        """Take the signal."""
         self._previous = signal.signal(signal.SIGINT, self._on_interrupt)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give the signal back, or ignore it."""
         signal.signal(signal.SIGINT, signal.SIG_IGN if self.count else self._previous)
 
     def attach(self, worker: WorkerProcess) -> None:
-        """Pass interrupts on to a worker, one that came before it existed included.
-
-        Args:
-            worker: the running worker.
-        """
+        """Pass interrupts on to a worker, also one that came before it existed."""
         self._worker = worker
         if self.count:
             worker.cancel()
@@ -83,15 +76,7 @@ class JobAnswer:
 
 
 def ask(request: JobRequest, screen: Screen) -> JobAnswer:
-    """Do a request in a worker and show what happens.
-
-    Args:
-        request: what to do.
-        screen: where to show it; a failure is told there.
-
-    Returns:
-        The result, or the exit status of the failure that was told.
-    """
+    """Do a request in a worker and show what happens; a failure is told, and gives the exit status."""
     answer = JobAnswer()
     with Interrupts() as interrupts:
         try:
@@ -118,7 +103,6 @@ def ask(request: JobRequest, screen: Screen) -> JobAnswer:
 
 
 def _show(event: WorkerEvent, screen: Screen, answer: JobAnswer) -> None:
-    """Show one event, or keep it for the answer."""
     match event:
         case Progress():
             screen.progress(event)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.table import Table
 
-from splitctl.cli.options import json_option
-from splitctl.cli.output import ExitCode, Screen, print_json
+from splitctl.cli.hosts import with_screen
+from splitctl.cli.output import ExitCode, Screen
+from splitctl.cli.prompts import read_up_to
 from splitctl.errors import ConfigInvalid
 from splitctl.planning.cost import MAX_TOKENS, Choice, Comparison, RatesInvalid, Work, compare, parse_rates
 
@@ -34,43 +33,32 @@ _TOKENS = click.IntRange(0, MAX_TOKENS)
     "--cached", type=_TOKENS, default=0, show_default=True, metavar="C", help="Of them, those that the cache holds."
 )
 @click.option("--generate", type=_TOKENS, required=True, metavar="G", help="Tokens to generate.")
-@json_option
-def explain(*, rates_file: Path, prompt: int, cached: int, generate: int, as_json: bool) -> int:
+@with_screen
+def explain(*, rates_file: Path, prompt: int, cached: int, generate: int, screen: Screen) -> int:
     """Say which mode, or which switch, does some work in the least time, and by how much."""
     try:
         work = Work(prompt, generate, cached)
     except ConfigInvalid as error:
         raise click.BadParameter(f"{error.value!r}; wanted: {error.wanted}", param_hint=f"--{error.field}") from error
-    with Screen(as_json=as_json) as screen:
-        try:
-            rates = parse_rates(_read(rates_file))
-        except OSError as error:
-            message = f"the file of rates {rates_file} cannot be read: {error.strerror or error}; name another"
-            return screen.fail(type(error).__name__, message, ExitCode.FAILED)
-        except RatesInvalid as error:
-            return screen.fail(type(error).__name__, f"{rates_file}: {error}", ExitCode.FAILED)
-        comparison = compare(rates, work)
-    if as_json:
-        print_json(comparison.to_json())
-    else:
-        _show(comparison)
-    return ExitCode.DONE
+    try:
+        rates = parse_rates(_read(rates_file))
+    except OSError as error:
+        message = f"the file of rates {rates_file} cannot be read: {error.strerror or error}; name another"
+        return screen.fail(type(error).__name__, message, ExitCode.FAILED)
+    except RatesInvalid as error:
+        return screen.fail(type(error).__name__, f"{rates_file}: {error}", ExitCode.FAILED)
+    comparison = compare(rates, work)
+    return screen.answer(comparison.to_json(), _table(comparison), comparison.sentence)
 
 
 def _read(path: Path) -> bytes:
-    """Read the file, or stdin."""
-    if str(path) == "-":
-        raw = sys.stdin.buffer.read(_MAX_FILE_BYTES + 1)
-    else:
-        with path.open("rb") as file:
-            raw = file.read(_MAX_FILE_BYTES + 1)
+    raw = read_up_to(str(path), _MAX_FILE_BYTES)
     if len(raw) > _MAX_FILE_BYTES:
         raise RatesInvalid("the file", f"over {_MAX_FILE_BYTES} bytes", "a file of rates")
     return raw
 
 
-def _show(comparison: Comparison) -> None:
-    """Print the choices with their times, and the sentence."""
+def _table(comparison: Comparison) -> Table:
     table = Table()
     table.add_column("choice")
     for name in ("prompt", "switch", "generate", "total"):
@@ -83,6 +71,4 @@ def _show(comparison: Comparison) -> None:
         switching = f"{rates.switch_s:,.1f}" if choice.is_switch else "-"
         total = f"{comparison.seconds[choice]:,.1f}"
         table.add_row(f"{mark} {choice.value}", f"{reading:,.1f}", switching, f"{generating:,.1f}", total)
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-    console.print(table)
-    console.print(comparison.sentence, markup=False)
+    return table

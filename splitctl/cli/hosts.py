@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import socket
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any, Self
 
 import click
 
+from splitctl.cli.options import json_option
 from splitctl.cli.output import EXIT_OF_FAULT, ExitCode, Screen
 from splitctl.control.client import Client, ControlAnswer, wait
 from splitctl.control.requests import ControlRequest
@@ -39,7 +41,6 @@ class CtrlC:
     """
 
     def __enter__(self) -> Self:
-        """Take the signal."""
         self._read_end, self._write_end = socket.socketpair()
         for end in (self._read_end, self._write_end):
             end.settimeout(0.0)
@@ -50,7 +51,6 @@ class CtrlC:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give the signal back."""
         signal.set_wakeup_fd(self._wakeup)
         signal.signal(signal.SIGINT, self._handler)
         self._read_end.close()
@@ -67,30 +67,12 @@ class CtrlC:
 
 
 def address_of(session: str | None) -> Address:
-    """Find the host of a session.
-
-    Args:
-        session: its name; None: the only one.
-
-    Raises:
-        ConfigInvalid, NoSuchSession, RuntimeFolderUnsafe: as `find`.
-    """
+    """Find the host of a session; None is the only one. Raises as `find`."""
     return find(runtime_folder(), session)
 
 
 def ask_host(session: str | None, request: ControlRequest) -> dict[str, Any]:
-    """Ask a session's host, and wait for the answer; an interrupt ends the waiting, not the host's work.
-
-    Args:
-        session: the session's name; None: the only one.
-        request: what it is asked for.
-
-    Returns:
-        The answer.
-
-    Raises:
-        SplitctlError: whatever `told` can tell.
-    """
+    """Ask a session's host, and wait for the answer; an interrupt ends the waiting, not the host's work."""
     with CtrlC() as ctrl_c, Client(address_of(session), request) as client:
         while True:
             if ctrl_c.fileno() in wait([client, ctrl_c.fileno()]):
@@ -101,16 +83,27 @@ def ask_host(session: str | None, request: ControlRequest) -> dict[str, Any]:
                     return message.body
 
 
+def with_screen(command: Command) -> Command:
+    """Add `--json`; the command gets its `screen`, and what it raises is told there."""
+
+    @json_option
+    @functools.wraps(command)
+    def wrapped(*, as_json: bool, verbose: bool = False, **given: Any) -> int:
+        with Screen(as_json=as_json, verbose=verbose) as screen:
+            try:
+                code: int = command(screen=screen, **given)
+            except BrokenPipeError:
+                # The reader of our stdout is gone.
+                raise
+            except (SplitctlError, OSError) as error:
+                code = told(error, screen)
+            return code
+
+    return wrapped
+
+
 def told(error: SplitctlError | OSError, screen: Screen) -> ExitCode:
-    """Tell an error of a host, or of the way there.
-
-    Args:
-        error: the error.
-        screen: where to.
-
-    Returns:
-        The exit status.
-    """
+    """Tell an error of a host, or of the way there; returns the exit status."""
     match error:
         case RequestFailed():
             return screen.fail(error.name, error.message, EXIT_OF_FAULT[error.fault], error.body)

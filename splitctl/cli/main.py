@@ -12,9 +12,8 @@ from types import FrameType
 import click
 
 from splitctl.cli.attach import attach
-from splitctl.cli.devices import devices
-from splitctl.cli.doctor import doctor
 from splitctl.cli.explain import explain
+from splitctl.cli.library import devices, doctor
 from splitctl.cli.output import ExitCode, Screen, error_body, one_line, print_json
 from splitctl.cli.plan import plan
 from splitctl.cli.run import run
@@ -25,26 +24,13 @@ from splitctl.cli.switch import switch
 from splitctl.cli.verify import verify
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    commands=[run, serve, switch, attach, ps, stop, save, restore, devices, doctor, plan, explain, verify, state],
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(metadata.version("splitctl"), prog_name="splitctl")
 def cli() -> None:
     """Switch a running llama.cpp session from one split mode to another and keep everything."""
-
-
-cli.add_command(run)
-cli.add_command(serve)
-cli.add_command(switch)
-cli.add_command(attach)
-cli.add_command(ps)
-cli.add_command(stop)
-cli.add_command(save)
-cli.add_command(restore)
-cli.add_command(devices)
-cli.add_command(doctor)
-cli.add_command(plan)
-cli.add_command(explain)
-cli.add_command(verify)
-cli.add_command(state)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +63,6 @@ def _interrupt_once(number: int, frame: FrameType | None) -> None:
 
 
 def _run(arguments: list[str]) -> int:
-    """Run the command that the arguments name, and tell how it failed."""
     as_json = "--json" in arguments
     try:
         code = cli.main(arguments, prog_name="splitctl", standalone_mode=False)
@@ -99,7 +84,6 @@ def _run(arguments: list[str]) -> int:
 
 
 def _usage_error(error: click.ClickException, *, as_json: bool) -> ExitCode:
-    """Tell a usage error in one line."""
     context = error.ctx if isinstance(error, click.UsageError) else None
     command = context.command_path if context is not None else "splitctl"
     message = one_line(error.format_message()).rstrip(".")

@@ -40,7 +40,6 @@ class Parsed(click.ParamType[_T]):
     """A value that is read from its text by a function, which raises ValueError with what is wrong."""
 
     def __init__(self, metavar: str, read: Callable[[str], _T]) -> None:
-        """Show the value as `metavar` in help."""
         self.name = metavar
         self._read = read
 
@@ -61,7 +60,6 @@ class Parsed(click.ParamType[_T]):
 
 
 def _layers(text: str) -> int:
-    """Read a number of layers; auto and all are every layer."""
     try:
         return -1 if text in {"auto", "all"} else int(text)
     except ValueError as error:
@@ -69,7 +67,6 @@ def _layers(text: str) -> int:
 
 
 def _flash(text: str) -> FlashAttn:
-    """Read llama.cpp's spellings."""
     spellings = {
         FlashAttn.AUTO: {"auto", "-1"},
         FlashAttn.ON: {"on", "enabled", "true", "1"},
@@ -112,7 +109,7 @@ class OffloadOption(click.Option):
 
 
 def _applied(options: Iterable[Callable[[Command], Command]], command: Command) -> Command:
-    """Put options on a command so that help lists them in this order."""
+    """Put options on a command in the order in which help lists them."""
     for option in reversed(list(options)):
         command = option(command)
     return command
@@ -226,12 +223,7 @@ def changes_options(command: Command) -> Command:
 
 
 def _placement_flags(plain: Placement | None, **defaults: Any) -> dict[str, Callable[[Command], Command]]:
-    """Make an option for each field.
-
-    Args:
-        plain: where defaults come from; None: what is not on the command line is None, whatever a variable says.
-        defaults: those that are not the placement's own.
-    """
+    """Make an option for each field; without `plain`, what is not on the command line is None."""
 
     def flag(field: str, *names: str, envvar: str | None = None, **more: Any) -> tuple[str, Any]:
         default = getattr(Placement(), field)
@@ -304,11 +296,6 @@ def _placement_flags(plain: Placement | None, **defaults: Any) -> dict[str, Call
 
 
 def _changes(named: dict[str, Any]) -> Changes:
-    """Turn what was given on the command line into fields of a placement.
-
-    Raises:
-        click.BadParameter: a value that no placement can have.
-    """
     changes = Changes(named)
     try:
         if "devices" in named:

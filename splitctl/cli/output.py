@@ -64,45 +64,23 @@ EXIT_OF_STATUS: Mapping[str, ExitCode] = {
 
 
 def one_line(text: str) -> str:
-    """Fold a message into one line.
-
-    Args:
-        text: any text.
-
-    Returns:
-        Its lines, trimmed, joined by spaces; control characters are left out.
-    """
+    """Fold a message into one line; control characters are left out."""
     joined = " ".join(part for line in text.splitlines() if (part := line.strip()))
     return "".join(char for char in joined if char.isprintable())
 
 
 def error_body(kind: str, message: str, code: ExitCode, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Make the object that `--json` prints when a command fails.
-
-    Args:
-        kind: the error's class name.
-        message: what happened and what to do.
-        code: the exit status.
-        more: what is known besides.
-
-    Returns:
-        The object: what is known, `error` {kind, message} and `exit_code`.
-    """
+    """Make the object that `--json` prints when a command fails: `more`, `error` {kind, message} and `exit_code`."""
     return {**(more or {}), "error": {"kind": kind, "message": one_line(message)}, "exit_code": int(code)}
 
 
 def print_json(body: Mapping[str, Any]) -> None:
-    """Print one object on stdout, as strict JSON on one line.
-
-    Args:
-        body: the object; numbers that JSON lacks become null.
-    """
+    """Print one object on stdout, as strict JSON on one line; numbers that JSON lacks become null."""
     sys.stdout.write(json.dumps(_strict(body), ensure_ascii=True, allow_nan=False) + "\n")
     sys.stdout.flush()
 
 
 def _strict(value: Any) -> Any:
-    """Replace what JSON cannot hold."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
@@ -115,18 +93,16 @@ def _strict(value: Any) -> Any:
 class Screen:
     """The terminal while a command runs.
 
+    Attributes:
+        as_json: whether stdout is kept for one JSON object.
+        console: stderr.
+
     Lifetime:
         Use as a context manager: leaving it gives the terminal back as it was.
     """
 
     def __init__(self, *, as_json: bool, verbose: bool = False) -> None:
-        """Prepare the two streams.
-
-        Args:
-            as_json: whether stdout is kept for one JSON object.
-            verbose: whether the library's own output is shown.
-        """
-        self._as_json = as_json
+        self.as_json = as_json
         self._verbose = verbose
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._bars: Bars | None = None
@@ -137,29 +113,23 @@ class Screen:
         self._is_mid_line = False
 
     def __enter__(self) -> Self:
-        """Return the screen itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give the terminal back."""
-        self._end_bars()
+        self.end_bars()
 
     def progress(self, event: Progress) -> None:
-        """Show where the work is.
-
-        Args:
-            event: the stage and how much of it is done.
-        """
+        """Show where the work is."""
         if not self.console.is_terminal:
             if event.stage != self._stage or event.note:
                 self.line(f"{event.stage}: {event.note}" if event.note else event.stage)
             self._stage = event.stage
             return
-        if event.stage == "generating" and not self._as_json:
+        if event.stage == "generating" and not self.as_json:
             # The answer is about to be written on the same terminal.
-            self._end_bars()
+            self.end_bars()
             return
         if self._bars is None:
             self._bars = Bars(
@@ -179,87 +149,68 @@ class Screen:
         )
 
     def text(self, data: bytes) -> None:
-        """Write a piece of the answer as soon as its characters are whole.
-
-        Args:
-            data: the next bytes; a character may be split over two calls.
-        """
-        if self._as_json:
+        """Write a piece of the answer as soon as its characters are whole; one may be split over two calls."""
+        if self.as_json:
             return
-        self._end_bars()
+        self.end_bars()
         self._write(self._decoder.decode(data))
 
     def end_text(self) -> None:
         """End the answer: what is left of a split character, and a line feed."""
-        if self._as_json or not self._wrote_text:
+        if self.as_json or not self._wrote_text:
             return
         self._write(self._decoder.decode(b"", final=True) + "\n")
         self._decoder.reset()
         self._wrote_text = False
 
     def library_output(self, line: str) -> None:
-        """Show a line of the library's own output, when asked to.
-
-        Args:
-            line: as printed.
-        """
+        """Show a line of the library's own output, when asked to."""
         if self._verbose:
             self.line(line)
 
     def line(self, text: str) -> None:
-        """Write one plain line to stderr.
-
-        Args:
-            text: the line; markup in it is not interpreted.
-        """
+        """Write one plain line to stderr; markup in it is not interpreted."""
         self.console.print(text, markup=False)
 
     def note(self, text: str) -> None:
-        """Write one plain line to stderr that may come in the middle of an answer.
-
-        Args:
-            text: the line; markup in it is not interpreted.
-        """
-        self._end_bars()
+        """Write one plain line to stderr that may come in the middle of an answer."""
+        self.end_bars()
         if self._is_mid_line and self.console.is_terminal and sys.stdout.isatty():
             self.console.print()
             self._is_mid_line = False
         self.line(text)
 
     def question(self, text: str) -> None:
-        """Ask something on stderr, without ending the line.
-
-        Args:
-            text: the question.
-        """
-        self._end_bars()
+        """Ask something on stderr, without ending the line."""
+        self.end_bars()
         self.console.print(text, markup=False, end="")
 
     def table(self, table: Table) -> None:
-        """Write a table to stderr.
-
-        Args:
-            table: the table.
-        """
-        self._end_bars()
+        """Write a table to stderr."""
+        self.end_bars()
         self.console.print(table)
 
+    def answer(self, body: Mapping[str, Any], *shown: str | Table) -> ExitCode:
+        """Show on stdout what a command came to: the object with `--json`, else texts and tables."""
+        self.end_bars()
+        if self.as_json:
+            print_json(body)
+            return ExitCode.DONE
+        console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        for one in shown:
+            if isinstance(one, str):
+                sys.stdout.write(f"{one}\n")
+            else:
+                console.print(one)
+        sys.stdout.flush()
+        return ExitCode.DONE
+
     def fail(self, kind: str, message: str, code: ExitCode, more: Mapping[str, Any] | None = None) -> ExitCode:
-        """Tell an error: one line on stderr, and the object on stdout with `--json`.
-
-        Args:
-            kind: the error's class name.
-            message: what happened and what to do.
-            code: the exit status.
-            more: what is known besides, for the object.
-
-        Returns:
-            The exit status.
-        """
-        self._end_bars()
+        """Tell an error: one line on stderr, and the object on stdout with `--json`; returns `code`."""
+        self.end_bars()
         self.end_text()
         self.line(f"splitctl: {one_line(message)}")
-        if self._as_json:
+        if self.as_json:
             print_json(error_body(kind, message, code, more))
         return code
 
@@ -272,7 +223,7 @@ class Screen:
             self._wrote_text = True
             self._is_mid_line = not text.endswith("\n")
 
-    def _end_bars(self) -> None:
+    def end_bars(self) -> None:
         """Take the bar away."""
         if self._bars is not None:
             self._bars.stop()
@@ -282,38 +233,17 @@ class Screen:
 
 
 def mib(n_bytes: float | None) -> str:
-    """Show a size.
-
-    Args:
-        n_bytes: the size [bytes], or None when it is not known.
-
-    Returns:
-        For example "37.5 MiB", or "-".
-    """
+    """Show a size in bytes, for example "37.5 MiB"; "-" when it is not known."""
     return "-" if n_bytes is None else f"{n_bytes / _MIB:,.1f} MiB"
 
 
 def ms(value: float | None) -> str:
-    """Show a duration.
-
-    Args:
-        value: the duration [ms], or None when it is not known.
-
-    Returns:
-        For example "12.3 ms", or "-".
-    """
+    """Show a duration, for example "12.3 ms"; "-" when it is not known."""
     return "-" if value is None else f"{value:,.1f} ms"
 
 
 def switch_table(outcome: Mapping[str, Any]) -> Table:
-    """Lay out the stages of a switch.
-
-    Args:
-        outcome: the outcome object of the contract.
-
-    Returns:
-        One row a stage and one for the whole.
-    """
+    """Lay out the stages of a switch, from the outcome object of the contract."""
     table = Table(title=f"switch to {outcome.get('requested')}: {outcome.get('status')}", title_justify="left")
     table.add_column("stage")
     table.add_column("time", justify="right")

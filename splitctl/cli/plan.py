@@ -14,10 +14,10 @@ import psutil
 from rich.console import Console
 
 from splitctl.carry.durable import replacing
+from splitctl.cli.hosts import with_screen
 from splitctl.cli.options import (
     MODE,
     Parsed,
-    json_option,
     library_option,
     model_option,
     placement_options,
@@ -26,7 +26,6 @@ from splitctl.cli.options import (
 )
 from splitctl.cli.output import ExitCode, Screen, print_json
 from splitctl.cli.plan_text import chunk_text, show
-from splitctl.errors import BadModelFile
 from splitctl.ipc.jobs import RequestFailed
 from splitctl.ipc.reserving import Reserver
 from splitctl.model.facts import ModelFacts, read_facts
@@ -114,7 +113,7 @@ class _Asked:
 @rpc_option
 @placement_options
 @verbose_option
-@json_option
+@with_screen
 def plan(
     *,
     model: Path,
@@ -125,19 +124,15 @@ def plan(
     plot: Path | None,
     library: Path | None,
     rpc: tuple[str, ...],
-    verbose: bool,
-    as_json: bool,
+    screen: Screen,
 ) -> int:
     """Tell what every mode, and a switch, would take on each device, and the largest context that fits."""
     picture = None if plot is None else _picture()
-    with Screen(as_json=as_json, verbose=verbose) as screen:
-        try:
-            facts = read_facts(model)
-            asked = _gather(facts, placement, prompt_mode, free or {}, chunk, Reserver(model, library, os.environ, rpc))
-        except BadModelFile as error:
-            return screen.fail(type(error).__name__, str(error), ExitCode.FAILED)
-        except RequestFailed as error:
-            return screen.fail(error.name, str(error), ExitCode.FAILED)
+    facts = read_facts(model)
+    try:
+        asked = _gather(facts, placement, prompt_mode, free or {}, chunk, Reserver(model, library, os.environ, rpc))
+    except RequestFailed as error:
+        return screen.fail(error.name, str(error), ExitCode.FAILED)
     answers = [_answer(asked, mode) for mode in dict.fromkeys((*_MODES, asked.generate.mode, asked.prompt.mode))]
     found = answer_chunk(asked.known, asked.prompt, _MAX_CHUNK) if chunk == 0 else None
     if found is not None and not found.refused:
@@ -152,8 +147,9 @@ def plan(
                 temporary.write_bytes(data)
         except OSError as error:
             message = f"the picture cannot be written to {plot}: {error.strerror or error}; name another file"
-            return Screen(as_json=as_json).fail(type(error).__name__, message, ExitCode.FAILED)
-    if as_json:
+            return screen.fail(type(error).__name__, message, ExitCode.FAILED)
+    screen.end_bars()
+    if screen.as_json:
         print_json(_body(asked, answers, switch, found, code))
     else:
         show(Console(file=sys.stdout, highlight=False, soft_wrap=True), everything, asked.known.devices, found)

@@ -113,14 +113,12 @@ def chunk_text(chunk: Chunk) -> str:
 
 
 def _verdict(answer: ModeAnswer | SwitchAnswer) -> str:
-    """Say in a word whether it works."""
     if isinstance(answer, ModeAnswer) and answer.refused:
         return "[red]refused[/red]"
     return "[green]fits[/green]" if answer.fits else "[red]does not fit[/red]"
 
 
 def _notes(answer: ModeAnswer | SwitchAnswer) -> Iterator[str]:
-    """Say what the bars do not show."""
     yield f"all devices together {mib(answer.plan.total)}"
     for need in lacking(answer.needs):
         yield need.text
@@ -142,12 +140,10 @@ def _notes(answer: ModeAnswer | SwitchAnswer) -> Iterator[str]:
 
 
 def _largest(n_ctx: int, missing: Sequence[Need]) -> str:
-    """Say the largest context and what stops it."""
     if not n_ctx:
         return f"none: {missing[0].text}" if missing else "none"
     return f"{n_ctx} tokens" + (f"; for more, {missing[0].text}" if missing else " (no more is asked of the model)")
 
 
 def _split(shares: Sequence[float]) -> str:
-    """Write shares of one."""
     return "/".join(f"{share:.3f}" for share in shares)

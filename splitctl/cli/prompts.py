@@ -18,15 +18,7 @@ class PromptUnreadable(SplitctlError):
 
 
 def read_prompt(text: str | None, file: str | None, *, needed: bool) -> str:
-    """Take the prompt from its one source.
-
-    Args:
-        text: the prompt of `-p`.
-        file: the file of `-f`, `-` for stdin.
-        needed: whether a run without a prompt makes no sense.
-
-    Returns:
-        The prompt; empty only where none is needed.
+    """Take the prompt from `-p`, or from the file of `-f` (`-` is stdin); empty only where none is needed.
 
     Raises:
         click.UsageError: no source, two, or an empty prompt.
@@ -49,14 +41,17 @@ def read_prompt(text: str | None, file: str | None, *, needed: bool) -> str:
     return text
 
 
+def read_up_to(file: str, limit: int) -> bytes:
+    """Read a file, or stdin for `-`; one byte more than `limit` says that it is longer."""
+    if file == "-":
+        return sys.stdin.buffer.read(limit + 1)
+    with Path(file).open("rb") as handle:
+        return handle.read(limit + 1)
+
+
 def _read(file: str) -> bytes:
-    """Read a prompt's bytes."""
     try:
-        if file == "-":
-            raw = sys.stdin.buffer.read(_MAX_PROMPT_BYTES + 1)
-        else:
-            with Path(file).open("rb") as handle:
-                raw = handle.read(_MAX_PROMPT_BYTES + 1)
+        raw = read_up_to(file, _MAX_PROMPT_BYTES)
     except OSError as error:
         text = f"the prompt file {file} cannot be read: {error.strerror}; name a text file, or - for stdin"
         raise PromptUnreadable(text) from error

@@ -11,11 +11,10 @@ from click.core import ParameterSource
 from splitctl.carry.sequence import SAMPLER_PARAMS, SamplerSpec
 from splitctl.cli.attach import Talk, answer_once
 from splitctl.cli.child import ask
-from splitctl.cli.hosts import address_of, told
+from splitctl.cli.hosts import address_of, with_screen
 from splitctl.cli.options import (
     MODE,
     Parsed,
-    json_option,
     library_option,
     placement_options,
     predict_option,
@@ -26,9 +25,8 @@ from splitctl.cli.options import (
     verbose_option,
 )
 from splitctl.cli.output import EXIT_OF_STATUS, ExitCode, Screen, error_body, print_json, switch_table
-from splitctl.cli.prompts import PromptUnreadable, read_prompt
+from splitctl.cli.prompts import read_prompt
 from splitctl.cli.switch import outcome_line
-from splitctl.errors import SplitctlError
 from splitctl.ipc.jobs import RunRequest
 from splitctl.outcome import SwitchOptions
 from splitctl.placement import Placement, SplitMode
@@ -40,7 +38,6 @@ _WITH_SESSION = {"session", "prompt", "prompt_file", "chat", "n_predict", "verbo
 
 
 def _chunk(text: str) -> int:
-    """Read a number of tokens; auto is 0."""
     if text == "auto":
         return 0
     try:
@@ -99,7 +96,7 @@ def _chunk(text: str) -> int:
 @library_option
 @rpc_option
 @verbose_option
-@json_option
+@with_screen
 def run(
     *,
     model: Path | None,
@@ -118,78 +115,59 @@ def run(
     sampler: SamplerSpec,
     library: Path | None,
     rpc: tuple[str, ...],
-    verbose: bool,
-    as_json: bool,
+    screen: Screen,
 ) -> int:
     """Read a prompt under one split mode, switch to another, and generate."""
     if model is None and session is None:
         hint = "'-m' / '--model'"
         raise click.MissingParameter(ctx=click.get_current_context(), param_hint=hint, param_type="option")
-    with Screen(as_json=as_json, verbose=verbose) as screen:
-        try:
-            text = read_prompt(prompt, prompt_file, needed=restore is None)
-        except PromptUnreadable as error:
-            return told(error, screen)
-        if model is None or session is not None:
-            return _with_session(session, text, sampler, n_predict, screen, is_chat=chat, as_json=as_json)
-        request = RunRequest(
-            model=model,
-            library=library,
-            prompt=text,
-            chat=chat,
-            n_predict=n_predict,
-            placement=placement,
-            prompt_mode=prompt_mode,
-            sampler=sampler,
-            options=options,
-            rpc=rpc,
-            restore=restore,
-            save=save,
-            prompt_batch=prompt_batch,
-            prompt_ubatch=prompt_ubatch,
-        )
-        answer = ask(request, screen)
-        if answer.code is not ExitCode.DONE:
-            return answer.code
-        return _finish(answer.body, screen, as_json=as_json)
+    text = read_prompt(prompt, prompt_file, needed=restore is None)
+    if model is None or session is not None:
+        _refuse_other_flags()
+        return answer_once(Talk(address_of(session), sampler, n_predict, chat), text, screen)
+    request = RunRequest(
+        model=model,
+        library=library,
+        prompt=text,
+        chat=chat,
+        n_predict=n_predict,
+        placement=placement,
+        prompt_mode=prompt_mode,
+        sampler=sampler,
+        options=options,
+        rpc=rpc,
+        restore=restore,
+        save=save,
+        prompt_batch=prompt_batch,
+        prompt_ubatch=prompt_ubatch,
+    )
+    answer = ask(request, screen)
+    if answer.code is not ExitCode.DONE:
+        return answer.code
+    return _finish(answer.body, screen)
 
 
-def _with_session(
-    session: str | None,
-    prompt: str,
-    sampler: SamplerSpec,
-    n_predict: int,
-    screen: Screen,
-    *,
-    is_chat: bool,
-    as_json: bool,
-) -> ExitCode:
-    """Generate with a session that another process holds; refuse flags that are not for it."""
+def _refuse_other_flags() -> None:
+    """Refuse flags that make no sense for a session that another process holds."""
     context = click.get_current_context()
     for param in context.command.params:
         source = context.get_parameter_source(str(param.name))
         if source is ParameterSource.COMMANDLINE and param.name not in _WITH_SESSION:
             raise click.UsageError(f"{param.opts[0]} is not for a session that is served; leave it out, or --session")
-    try:
-        talk = Talk(address_of(session), sampler, n_predict, is_chat)
-        return answer_once(talk, prompt, screen, as_json=as_json)
-    except (SplitctlError, OSError) as error:
-        return told(error, screen)
 
 
-def _finish(body: dict[str, Any], screen: Screen, *, as_json: bool) -> ExitCode:
-    """Show the result of a run, and choose its exit status."""
+def _finish(body: dict[str, Any], screen: Screen) -> ExitCode:
     outcome = body["switch"]
     code = EXIT_OF_STATUS[outcome["status"]] if outcome is not None else ExitCode.DONE
     screen.end_text()
-    if as_json and code is ExitCode.CANCELLED:
+    if screen.as_json and code is ExitCode.CANCELLED:
         print_json(error_body("Cancelled", outcome["reason"], code, body))
-    elif as_json:
+    elif screen.as_json:
         print_json(body)
     if outcome is None:
         screen.line(_rates(body))
         return code
-    if not as_json:
+    if not screen.as_json:
         screen.table(switch_table(outcome))
     screen.line(_rates(body))
     if body["payoff"] is not None:
@@ -200,7 +178,6 @@ def _finish(body: dict[str, Any], screen: Screen, *, as_json: bool) -> ExitCode:
 
 
 def _rates(body: dict[str, Any]) -> str:
-    """Say how fast it was, in one line."""
     timings = body["timings"]
     parts = {"load": f"load {timings['load_ms']:,.0f} ms"}
     for name in ("prompt", "generate"):

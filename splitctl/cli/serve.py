@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 import click
 import platformdirs
 
-from splitctl.cli.hosts import told
+from splitctl.cli.hosts import with_screen
 from splitctl.cli.http_options import http_options
 from splitctl.cli.options import (
     Parsed,
-    json_option,
     library_option,
     model_option,
     rpc_option,
@@ -92,7 +91,7 @@ def _scaled_adapter(text: str) -> AdapterFile:
 @library_option
 @rpc_option
 @verbose_option
-@json_option
+@with_screen
 def serve(
     *,
     model: Path,
@@ -107,43 +106,35 @@ def serve(
     library: Path | None,
     rpc: tuple[str, ...],
     http: HttpConfig | None,
-    verbose: bool,
-    as_json: bool,
+    screen: Screen,
 ) -> int:
     """Serve a session that survives a crash of the library. Switch, attach, save and stop it from other terminals."""
-    with Screen(as_json=as_json, verbose=verbose) as screen:
-        try:
-            folder = platformdirs.user_state_path("splitctl") / "sessions"
-            config = HostConfig(
-                model=model.absolute(),
-                library=None if library is None else library.absolute(),
-                placement=placement,
-                adapters=(*(AdapterFile(one.absolute()) for one in lora), *lora_scaled),
-                rpc=rpc,
-                force=force,
-                name=checked_name(session),
-                deadline_s=deadline_s,
-                checkpoint_s=checkpoint_s,
-                resume=folder / f"{session}.safetensors" if resume else None,
-                state_folder=folder,
-            )
-            with claim(prepared(runtime_folder()), session) as held:
-                return asyncio.run(_Serving(config, held, screen, http, as_json=as_json).run())
-        except (SplitctlError, OSError) as error:
-            return told(error, screen)
+    folder = platformdirs.user_state_path("splitctl") / "sessions"
+    config = HostConfig(
+        model=model.absolute(),
+        library=None if library is None else library.absolute(),
+        placement=placement,
+        adapters=(*(AdapterFile(one.absolute()) for one in lora), *lora_scaled),
+        rpc=rpc,
+        force=force,
+        name=checked_name(session),
+        deadline_s=deadline_s,
+        checkpoint_s=checkpoint_s,
+        resume=folder / f"{session}.safetensors" if resume else None,
+        state_folder=folder,
+    )
+    with claim(prepared(runtime_folder()), session) as held:
+        return asyncio.run(_Serving(config, held, screen, http).run())
 
 
 class _Serving:
     """A host from its start to its end."""
 
-    def __init__(
-        self, config: HostConfig, held: Claim, screen: Screen, http: HttpConfig | None, *, as_json: bool
-    ) -> None:
+    def __init__(self, config: HostConfig, held: Claim, screen: Screen, http: HttpConfig | None) -> None:
         self._config = config
         self._http = http
         self._held = held
         self._screen = screen
-        self._as_json = as_json
         self._over = asyncio.Event()
         self._stopping: asyncio.Task[dict[str, Any]] | None = None
         # Workers need no keys.
@@ -193,10 +184,9 @@ class _Serving:
                 self._log(outcome_line(event.outcome))
 
     def _say_ready(self) -> None:
-        """Print the one line that says that the session serves."""
         path = self._held.address.path
         url = None if self._server is None else self._server.url
-        if self._as_json:
+        if self._screen.as_json:
             print_json({"session": self._config.name, "socket": str(path), "url": url, "pid": os.getpid()})
             return
         sys.stdout.write(f"ready: session {self._config.name} at {path}{f' and {url}' if url else ''}\n")

@@ -8,14 +8,12 @@ from typing import Any
 
 import click
 
-from splitctl.cli.hosts import STATUS_S, address_of, ask_host, session_option, told
-from splitctl.cli.options import json_option
-from splitctl.cli.output import ExitCode, Screen, mib, one_line, print_json
+from splitctl.cli.hosts import STATUS_S, address_of, ask_host, session_option, with_screen
+from splitctl.cli.output import ExitCode, Screen, mib, one_line
 from splitctl.cli.switch import outcome_line
 from splitctl.control.client import HostGone, ask
 from splitctl.control.requests import RestoreRequest, SaveRequest, StatusRequest, StopRequest
 from splitctl.control.sockets import Address, NoSuchSession, runtime_folder, sessions
-from splitctl.errors import SplitctlError
 from splitctl.ipc.jobs import RequestFailed
 from splitctl.placement import Placement
 
@@ -24,22 +22,15 @@ _FILE = click.Path(path_type=Path)
 
 @click.command()
 @session_option
-@json_option
-def ps(*, session: str | None, as_json: bool) -> int:
+@with_screen
+def ps(*, session: str | None, screen: Screen) -> int:
     """List the sessions that are served, and how they are."""
-    with Screen(as_json=as_json) as screen:
-        try:
-            addresses = sessions(runtime_folder()) if session is None else [address_of(session)]
-            found = [status for address in addresses if (status := _status(address)) is not None]
-        except (SplitctlError, OSError) as error:
-            return told(error, screen)
-        if as_json:
-            print_json({"sessions": found})
-        elif found:
-            click.echo("\n".join(line for status in found for line in _lines(status)))
-        else:
-            screen.line("no session is served; start one with splitctl serve -m MODEL")
-    return ExitCode.DONE
+    addresses = sessions(runtime_folder()) if session is None else [address_of(session)]
+    found = [status for address in addresses if (status := _status(address)) is not None]
+    if not found and not screen.as_json:
+        screen.line("no session is served; start one with splitctl serve -m MODEL")
+        return ExitCode.DONE
+    return screen.answer({"sessions": found}, "\n".join(line for status in found for line in _lines(status)))
 
 
 def _status(address: Address) -> dict[str, Any] | None:
@@ -53,7 +44,6 @@ def _status(address: Address) -> dict[str, Any] | None:
 
 
 def _lines(status: dict[str, Any]) -> Iterator[str]:
-    """Say how a session is, a line for each thing that matters."""
     state = str(status.get("state"))
     mode = f" in {status['effective']} mode" if status.get("effective") and state != "parked" else ""
     yield f"{status.get('name')}: {state}{mode} (pid {status.get('pid')}, worker {status.get('worker_pid')})"
@@ -79,66 +69,38 @@ def _lines(status: dict[str, Any]) -> Iterator[str]:
 
 @click.command()
 @session_option
-@json_option
-def stop(*, session: str | None, as_json: bool) -> int:
+@with_screen
+def stop(*, session: str | None, screen: Screen) -> int:
     """Save a session and end its host."""
-    with Screen(as_json=as_json) as screen:
-        try:
-            name = address_of(session).name
-            body = ask_host(name, StopRequest())
-        except (SplitctlError, OSError) as error:
-            return told(error, screen)
-        where = f"saved at {body['path']}; splitctl serve --resume goes on with it" if body.get("path") else "not saved"
-        return _show(body, f"session {name} has ended; {where}", as_json=as_json)
+    name = address_of(session).name
+    body = ask_host(name, StopRequest())
+    where = f"saved at {body['path']}; splitctl serve --resume goes on with it" if body.get("path") else "not saved"
+    return screen.answer(body, one_line(f"session {name} has ended; {where}"))
 
 
 @click.command()
 @click.argument("file", type=_FILE)
 @session_option
-@json_option
-def save(*, file: Path, session: str | None, as_json: bool) -> int:
+@with_screen
+def save(*, file: Path, session: str | None, screen: Screen) -> int:
     """Write a session, with all its sequences, to a file."""
-    with Screen(as_json=as_json) as screen:
-        try:
-            body = ask_host(session, SaveRequest(file.absolute()))
-        except (SplitctlError, OSError) as error:
-            return told(error, screen)
-        text = (
-            f"saved {body['tokens']} tokens of {body['sequences']} sequences at {body['path']} ({mib(body['bytes'])})"
-        )
-        return _show(body, text, as_json=as_json)
+    body = ask_host(session, SaveRequest(file.absolute()))
+    text = f"saved {body['tokens']} tokens of {body['sequences']} sequences at {body['path']} ({mib(body['bytes'])})"
+    return screen.answer(body, one_line(text))
 
 
 @click.command()
 @click.argument("file", type=_FILE)
 @session_option
-@json_option
-def restore(*, file: Path, session: str | None, as_json: bool) -> int:
+@with_screen
+def restore(*, file: Path, session: str | None, screen: Screen) -> int:
     """Replace all that a session holds with a file; a parked session serves again.
 
     FILE is what save wrote, or a session or slot file of llama.cpp or llama-server.
     """
-    with Screen(as_json=as_json) as screen:
-        try:
-            body = ask_host(session, RestoreRequest(file.absolute()))
-        except (SplitctlError, OSError) as error:
-            return told(error, screen)
-        parts = [f"restored {_held(body)}"]
-        parts += [f"converted: {one}" for one in body.get("conversions") or ()]
-        parts += [f"read again from its tokens: {body.get('reason')}"] if body.get("recomputed") else []
-        return _show(body, "; ".join(parts), as_json=as_json)
-
-
-def _held(body: dict[str, Any]) -> str:
-    """Say how much a file holds."""
+    body = ask_host(session, RestoreRequest(file.absolute()))
     n = body["sequences"]
-    return f"{body['tokens']:,} tokens of {n} sequence{'' if n == 1 else 's'}"
-
-
-def _show(body: dict[str, Any], text: str, *, as_json: bool) -> ExitCode:
-    """Show an answer: the object, or its line."""
-    if as_json:
-        print_json(body)
-    else:
-        click.echo(one_line(text))
-    return ExitCode.DONE
+    parts = [f"restored {body['tokens']:,} tokens of {n} sequence{'' if n == 1 else 's'}"]
+    parts += [f"converted: {one}" for one in body.get("conversions") or ()]
+    parts += [f"read again from its tokens: {body.get('reason')}"] if body.get("recomputed") else []
+    return screen.answer(body, one_line("; ".join(parts)))

@@ -19,7 +19,8 @@ from rich.table import Table
 import statecodec
 from splitctl.carry import file as carries
 from splitctl.cli import state_convert, state_text
-from splitctl.cli.options import Parsed, json_option
+from splitctl.cli.hosts import with_screen
+from splitctl.cli.options import Parsed
 from splitctl.cli.output import ExitCode, Screen, error_body, one_line, print_json
 from splitctl.cli.state_convert import Wanted
 from splitctl.cli.state_diff import Comparison, compare
@@ -43,7 +44,6 @@ _FAULTS = (StateCodecError, SplitctlError, OSError)
 
 
 def _streams(text: str) -> int:
-    """Read a number of streams; `unified` is one."""
     if text == "unified":
         return 1
     if text.isdecimal() and 1 <= int(text) <= 256:
@@ -62,7 +62,6 @@ def _blocks(text: str) -> Rotation:
 
 
 def _renumbering(text: str) -> dict[int, int]:
-    """Read pairs of old and new ids."""
     pairs = [pair.partition("=") for pair in text.split(",")]
     is_whole = all(old.isdecimal() and new.isdecimal() for old, _, new in pairs)
     if is_whole and len({old for old, _, _ in pairs}) == len(pairs):
@@ -87,59 +86,54 @@ def state() -> None:
 @state.command()
 @_files
 @_model
-@json_option
-def inspect(*, files: tuple[Path, ...], model: Path | None, as_json: bool) -> int:
+@with_screen
+def inspect(*, files: tuple[Path, ...], model: Path | None, screen: Screen) -> int:
     """Say what states are: form, version, layout, sections, cells, types."""
 
     def look(file: StateFile, image: StateImage) -> dict[str, Any]:
         body = state_text.describe(file, image)
-        if not as_json:
+        if not screen.as_json:
             _show(list(state_text.rows(body)))
         return body
 
-    return _each(files, model, look, as_json=as_json)
+    return _each(files, model, look, screen)
 
 
 @state.command()
 @_files
 @_model
-@json_option
-def validate(*, files: tuple[Path, ...], model: Path | None, as_json: bool) -> int:
+@with_screen
+def validate(*, files: tuple[Path, ...], model: Path | None, screen: Screen) -> int:
     """Say whether states are sound, by themselves and as states of a model; 1 when one is not."""
 
     def look(file: StateFile, image: StateImage) -> dict[str, Any]:
         if file.carry is not None:
             carries.check(file.path, file.carry.words, file.carry.tensors, file.carry.checksums)
         noted = [finding.text for finding in statecodec.findings(image)]
-        if not as_json:
+        if not screen.as_json:
             lines = [f"{file.path}: sound: {_short(image)}", *(f"  ! {text}" for text in noted)]
             sys.stdout.write("\n".join(lines) + "\n")
         return {"file": str(file.path), "valid": True, "reading": _short(image), "findings": noted}
 
-    return _each(files, model, look, as_json=as_json)
+    return _each(files, model, look, screen)
 
 
-def _each(paths: Sequence[Path], model: Path | None, look: Any, *, as_json: bool) -> ExitCode:
-    """Look at files one by one and report what is wrong with each."""
+def _each(paths: Sequence[Path], model: Path | None, look: Any, screen: Screen) -> ExitCode:
     bodies: list[dict[str, Any]] = []
     failures: list[tuple[str, str]] = []
-    with Screen(as_json=as_json) as screen:
+    facts = None if model is None else read_facts(model)
+    for path in paths:
         try:
-            facts = None if model is None else read_facts(model)
+            with opened(path) as file:
+                bodies.append(look(file, _read(file, facts)))
         except _FAULTS as error:
-            return screen.fail(type(error).__name__, str(error), ExitCode.FAILED)
-        for path in paths:
-            try:
-                with opened(path) as file:
-                    bodies.append(look(file, _read(file, facts)))
-            except _FAULTS as error:
-                message = _message(path, error)
-                failures.append((type(error).__name__, message))
-                bodies.append({"file": str(path), "valid": False, "error": _error(error)})
-                screen.line(f"splitctl: {message}")
-    if as_json and failures:
+            message = _message(path, error)
+            failures.append((type(error).__name__, message))
+            bodies.append({"file": str(path), "valid": False, "error": _error(error)})
+            screen.line(f"splitctl: {message}")
+    if screen.as_json and failures:
         print_json(error_body(*failures[0], ExitCode.FAILED, {"files": bodies}))
-    elif as_json:
+    elif screen.as_json:
         print_json({"files": bodies})
     return ExitCode.FAILED if failures else ExitCode.DONE
 
@@ -163,19 +157,14 @@ def _error(error: Exception) -> dict[str, Any]:
     body: dict[str, Any] = {"kind": type(error).__name__, "message": one_line(str(error))}
     place = error.damage if isinstance(error, NothingKept) else error
     if isinstance(place, StateFormatError):
-        body |= {
-            "offset": place.offset,
-            "field": place.field,
-            "found": str(place.found),
-            "expected": str(place.expected),
-        }
+        body |= {"offset": place.offset, "field": place.field}
+        body |= {"found": str(place.found), "expected": str(place.expected)}
     if isinstance(error, NothingKept):
         body["tokens"] = error.tokens
     return body
 
 
 def _failed(screen: Screen, path: Path, error: Exception, *, about: Path) -> ExitCode:
-    """Report what is wrong with one file, and end."""
     more = {"files": [{"file": str(path), "error": _error(error)}]}
     return screen.fail(type(error).__name__, _message(about, error), ExitCode.FAILED, more)
 
@@ -233,42 +222,34 @@ def _show(rows: list[tuple[str, str]]) -> None:
     help="A bare state, or one in a file with its tokens.",
 )  # fmt: skip
 @_model
-@json_option
-def convert(*, files: tuple[Path, ...], out: Path, force: bool, model: Path | None, as_json: bool, **given: Any) -> int:
+@with_screen
+def convert(
+    *, files: tuple[Path, ...], out: Path, force: bool, model: Path | None, screen: Screen, **given: Any
+) -> int:
     """Write a state as another context wants it, and say how exact that is."""
     wanted = Wanted(**given)
     if len(files) > 1 and not wanted.merge:
         raise click.UsageError(f"one FILE is converted at a time, or several with --merge; given are {len(files)}")
     if wanted.merge and wanted.extract is not None:
         raise click.UsageError("--merge and --extract go opposite ways: give one of them")
-    with Screen(as_json=as_json) as screen:
-        try:
-            facts = None if model is None else read_facts(model)
-            _refuse_existing(files, out, force=force)
-            if facts is not None and wanted.merge:
-                wanted = replace(wanted, architecture=facts.architecture)
-            with contextlib.ExitStack() as stack:
-                opens = [stack.enter_context(opened(path)) for path in files]
-                if not wanted.is_anything and opens[0].carry is None:
-                    raise click.UsageError("say what to change, for example --to-version 11")
-                images = [_read(file, facts, drop_tail=wanted.drop_tail) for file in opens]
-                image = state_convert.convert(opens, images, wanted)
-                body = state_convert.answer(image, out, state_convert.write(image, out, opens))
-        except _FAULTS as error:
-            return _failed(screen, files[0], error, about=out if isinstance(error, OSError) else files[0])
-    if as_json:
-        print_json(body)
-    else:
-        sys.stdout.write("\n".join(state_convert.lines(body)) + "\n")
-    return ExitCode.DONE
+    try:
+        facts = None if model is None else read_facts(model)
+        _refuse_existing(files, out, force=force)
+        if facts is not None and wanted.merge:
+            wanted = replace(wanted, architecture=facts.architecture)
+        with contextlib.ExitStack() as stack:
+            opens = [stack.enter_context(opened(path)) for path in files]
+            if not wanted.is_anything and opens[0].carry is None:
+                raise click.UsageError("say what to change, for example --to-version 11")
+            images = [_read(file, facts, drop_tail=wanted.drop_tail) for file in opens]
+            image = state_convert.convert(opens, images, wanted)
+            body = state_convert.answer(image, out, state_convert.write(image, out, opens))
+    except _FAULTS as error:
+        return _failed(screen, files[0], error, about=out if isinstance(error, OSError) else files[0])
+    return screen.answer(body, "\n".join(state_convert.lines(body)))
 
 
 def _refuse_existing(files: Sequence[Path], out: Path, *, force: bool) -> None:
-    """Leave a file that is there alone, above all an input.
-
-    Raises:
-        click.UsageError: it is there, and nobody said that it may go.
-    """
     if force or not out.exists():
         return
     is_input = any(path.exists() and path.samefile(out) for path in files)
@@ -283,25 +264,21 @@ def _refuse_existing(files: Sequence[Path], out: Path, *, force: bool) -> None:
     "--nmse", type=click.FloatRange(0), default=0.0, show_default=True, help="Error of rows that counts as the same."
 )
 @_model
-@json_option
-def diff(*, first: Path, second: Path, nmse: float, model: Path | None, as_json: bool) -> int:
+@with_screen
+def diff(*, first: Path, second: Path, nmse: float, model: Path | None, screen: Screen) -> int:
     """Say whether two states hold the same, however each is written; 1 when they do not."""
-    with Screen(as_json=as_json) as screen:
-        path = first
-        try:
-            facts = None if model is None else read_facts(model)
-            with opened(first) as one, opened(second) as two:
-                image = _read(one, facts)
-                path = second
-                found = compare(image, _read(two, facts))
-        except _FAULTS as error:
-            return _failed(screen, path, error, about=path)
-    code = ExitCode.DONE if found.is_same(nmse) else ExitCode.FAILED
-    if as_json:
-        print_json({"first": str(first), "second": str(second), **found.to_json(nmse)})
-    else:
-        sys.stdout.write("\n".join(_lines(found, nmse)) + "\n")
-    return code
+    path = first
+    try:
+        facts = None if model is None else read_facts(model)
+        with opened(first) as one, opened(second) as two:
+            image = _read(one, facts)
+            path = second
+            found = compare(image, _read(two, facts))
+    except _FAULTS as error:
+        return _failed(screen, path, error, about=path)
+    body = {"first": str(first), "second": str(second), **found.to_json(nmse)}
+    screen.answer(body, "\n".join(_lines(found, nmse)))
+    return ExitCode.DONE if found.is_same(nmse) else ExitCode.FAILED
 
 
 def _lines(found: Comparison, limit: float) -> Iterator[str]:

@@ -66,12 +66,7 @@ class Wanted:
 
 
 def convert(files: Sequence[StateFile], images: Sequence[StateImage], wanted: Wanted) -> StateImage:
-    """Change a state; its changes are listed in it.
-
-    Args:
-        files: where the states are; one, unless they are merged.
-        images: the states.
-        wanted: what is to become of them.
+    """Change a state; its changes are listed in it. One file and image, unless they are merged.
 
     Raises:
         statecodec.NotRepresentable: it cannot become that; the message says what to do.
@@ -119,7 +114,6 @@ def _merged(images: Sequence[StateImage], wanted: Wanted) -> StateImage:
 
 
 def _rewritten(image: StateImage, wanted: Wanted) -> StateImage:
-    """Version, V and types."""
     is_newer = wanted.version is not None and wanted.version >= max(image.versions, default=0)
     is_typed = wanted.type_k is not None or wanted.type_v is not None
     if wanted.version is not None and is_newer:
@@ -144,7 +138,6 @@ def _rewritten(image: StateImage, wanted: Wanted) -> StateImage:
 
 
 def _formed(image: StateImage, wanted: Wanted, tokens: np.ndarray[Any, np.dtype[np.int32]] | None) -> StateImage:
-    """As a blob or a file, where that was asked for."""
     if wanted.as_file is False:
         return transcode.as_blob(image)
     if wanted.as_file is None or image.tokens is not None:
@@ -157,11 +150,6 @@ def _formed(image: StateImage, wanted: Wanted, tokens: np.ndarray[Any, np.dtype[
 
 def write(image: StateImage, out: Path, sources: Sequence[StateFile]) -> int:
     """Write a state, whole or not at all, and read it again before it is put in its place; returns its size, bytes.
-
-    Args:
-        image: the state.
-        out: where; replaced if it is there.
-        sources: the files that it was made from.
 
     Raises:
         OSError: it is not safely in its place.

@@ -143,7 +143,6 @@ def compare(one: StateImage, two: StateImage) -> Comparison:
 
 
 def _heads(found: Comparison, one: StateImage, two: StateImage) -> None:
-    """Compare what stands around the memory."""
     for what, first, second in (
         ("form", one.form.value, two.form.value),
         ("version word", one.version_word, two.version_word),
@@ -190,7 +189,6 @@ def _paired(found: Comparison, one: StateImage, two: StateImage) -> list[tuple[i
 
 
 def _writings(found: Comparison, where: str, one: AttentionSection, two: AttentionSection) -> None:
-    """Compare how two attention caches are written."""
     shapes = []
     for section in (one, two):
         stream = next((stream for _, stream in section.filled()), None)
@@ -211,14 +209,7 @@ def _writings(found: Comparison, where: str, one: AttentionSection, two: Attenti
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The cells of one sequence in one part of a section, with their layers by side.
-
-    Args:
-        cells: all cells of the part.
-        index: those of the sequence.
-        sides: layers by K, V, R, history and S.
-        rotation: blocks of K and V; None where nothing says.
-    """
+    """The cells of one sequence in one part of a section: `index` into `cells`, and its layers by side."""
 
     cells: Cells
     index: Index
@@ -246,12 +237,7 @@ def _held(image: StateImage, section: AttentionSection | RecurrentSection, seq_i
 
 
 class KnownRotation(NamedTuple):
-    """Hadamard blocks of K and V; None where nothing says.
-
-    Args:
-        k: of K.
-        v: of V.
-    """
+    """Hadamard blocks of K and V; None where nothing says."""
 
     k: int | None
     v: int | None
@@ -282,7 +268,6 @@ def _cells(
     one: list[_Held],
     two: list[_Held],
 ) -> None:
-    """Compare the cells of one sequence in one section, and their rows."""
     both_ext = all(part.cells.ext is not None for part in (*one, *two))
     keys = [np.concatenate([_keys(p, with_ext=both_ext) for p in parts] or [np.empty(0, _KEY)]) for parts in (one, two)]
     _, first, second = np.intersect1d(keys[0], keys[1], return_indices=True)
@@ -308,7 +293,6 @@ def _few(positions: npt.NDArray[np.int32]) -> str:
 
 
 def _keys(part: _Held, *, with_ext: bool) -> npt.NDArray[Any]:
-    """What tells the cells of a sequence apart."""
     keys = np.zeros(len(part.index), dtype=_KEY)
     keys["pos"] = part.cells.pos[part.index]
     if with_ext and part.cells.ext is not None:

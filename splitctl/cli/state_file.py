@@ -38,18 +38,15 @@ _SIZE_BYTES = 8
 _STATE = "state"
 
 
+@dataclass(eq=False, repr=False)
 class StateUnreadable(SplitctlError):
     """A file that cannot be looked at, or that another program changed meanwhile."""
 
-    def __init__(self, path: Path, found: str, action: str) -> None:
-        """Keep the path, what is the matter with the file, and what to do."""
-        self.path = path
-        self.found = found
-        self.action = action
-        super().__init__(path, found, action)
+    path: Path
+    found: str
+    action: str
 
     def __str__(self) -> str:
-        """Say what was found and what to do."""
         return f"{self.found}; {self.action}"
 
 
@@ -86,12 +83,6 @@ class StateFile:
     """
 
     def __init__(self, path: Path, fd: int) -> None:
-        """Map an open file.
-
-        Raises:
-            StateUnreadable: it is no regular file.
-            CarryDamaged: it is a safetensors file and no sound carry.
-        """
         about = os.fstat(fd)
         if not stat.S_ISREG(about.st_mode):
             kind = "a folder" if stat.S_ISDIR(about.st_mode) else "no regular file"
@@ -108,19 +99,11 @@ class StateFile:
             self.view = self.carry.tensors[_STATE].data
 
     def parsed(self, facts: statecodec.ModelFacts | None = None) -> statecodec.StateImage:
-        """Read the state, by what is known of its model.
-
-        Raises:
-            statecodec.StateFormatError: it is none.
-        """
+        """Read the state, by what is known of its model."""
         return statecodec.parse(self.view, facts=facts)
 
     def check(self) -> None:
-        """Make sure that the file is still what was mapped.
-
-        Raises:
-            StateUnreadable: it has another size or time.
-        """
+        """Make sure that the file is still what was mapped."""
         about = os.fstat(self._fd)
         if about.st_size < self._seen[0]:
             found = f"it became shorter while it was read ({self._seen[0]} bytes before, {about.st_size} now)"
@@ -132,16 +115,10 @@ class StateFile:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[StateFile]:
-    """Open a file that holds a state.
-
-    Args:
-        path: a regular file; a link to one is followed.
-
-    Yields:
-        The mapped file; checked once more when the block ends well.
+    """Open a file that holds a state, or follow a link to one; it is checked once more when the block ends well.
 
     Raises:
-        StateUnreadable: it cannot be opened, or changed meanwhile.
+        StateUnreadable: it cannot be opened, is no regular file, or changed meanwhile.
         CarryDamaged: it is a safetensors file and no sound carry.
     """
     try:
@@ -193,24 +170,24 @@ def _lease(path: Path, fd: int) -> Iterator[None]:
         signal.signal(signal.SIGIO, before)
 
 
+@dataclass(eq=False, repr=False)
 class NothingKept(SplitctlError):
     """A damaged state of which no cell is whole, or none that can be told."""
 
-    def __init__(self, path: Path, damage: StateFormatError, found: Salvage) -> None:
-        """Keep the path, what is wrong in the file, and what is sound: why no cell, and which tokens."""
-        self.path = path
-        self.damage = damage
-        self.reason = found.reason
-        self.tokens = [] if found.tokens is None else found.tokens.text.tolist()
-        self.can_restore = found.has_all_tokens and found.tokens is not None and not found.tokens.media
-        super().__init__(path, damage, found)
+    path: Path
+    damage: StateFormatError
+    found: Salvage
+
+    @property
+    def tokens(self) -> list[int]:
+        """Those that are sound."""
+        return [] if self.found.tokens is None else self.found.tokens.text.tolist()
 
     def __str__(self) -> str:
-        """Say what is wrong, why nothing is kept, and what can be done."""
-        damage = self.damage
+        damage, found = self.damage, self.found
         place = f"{damage.field} at byte {damage.offset}: found {damage.found}, expected {damage.expected}"
-        told = f"{place}. Nothing of the memory is kept: {self.reason}."
-        if self.can_restore:
+        told = f"{place}. Nothing of the memory is kept: {found.reason}."
+        if found.has_all_tokens and found.tokens is not None and not found.tokens.media:
             return f"{told} {len(self.tokens)} tokens are whole: splitctl run --restore {self.path} reads them again."
         listed = f" The first {len(self.tokens)} tokens are there." if self.tokens else ""
         return f"{told}{listed} Read the tokens again."
@@ -219,9 +196,7 @@ class NothingKept(SplitctlError):
 def repaired(file: StateFile, facts: ModelFacts | None) -> StateImage:
     """Read a state, without its tail where that is damaged; its changes say what went.
 
-    Args:
-        file: where it is.
-        facts: the model's; without them nobody can tell whether a whole part of the memory is missing.
+    Without the model's facts nobody can tell whether a whole part of the memory is missing.
 
     Raises:
         NothingKept: no cell is whole, or none that can be told.
@@ -245,11 +220,6 @@ def _is_safetensors(view: memoryview) -> bool:
 
 
 def _carry(path: Path, view: memoryview) -> CarryAround:
-    """See a carry's parts where they lie.
-
-    Raises:
-        CarryDamaged: its header is no sound one of a carry.
-    """
     with TensorFile(path) as file:
         metadata, slots = file.metadata, file.slots
     if metadata.get("format") != carries.FORMAT or metadata.get("version") != carries.VERSION or _STATE not in slots:

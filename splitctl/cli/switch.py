@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from splitctl.cli.hosts import CtrlC, address_of, ask_host, session_option, told
-from splitctl.cli.options import MODE, changes_options, json_option, switch_options
+from splitctl.cli.hosts import CtrlC, address_of, ask_host, session_option, with_screen
+from splitctl.cli.options import MODE, changes_options, switch_options
 from splitctl.cli.output import (
     EXIT_OF_STATUS,
     ExitCode,
@@ -23,7 +23,6 @@ from splitctl.cli.output import (
 )
 from splitctl.control.client import Client, ControlAnswer, wait
 from splitctl.control.requests import CheckRequest, SwitchRequest
-from splitctl.errors import SplitctlError
 from splitctl.ipc.jobs import Progress
 from splitctl.outcome import SwitchOptions
 from splitctl.placement import Changes, Placement, SplitMode
@@ -45,7 +44,7 @@ _LINE_BYTES = 4096
 )
 @click.option("--dry-run", is_flag=True, help="Say what would happen, and change nothing.")
 @changes_options
-@json_option
+@with_screen
 def switch(
     *,
     to: SplitMode | None,
@@ -54,7 +53,7 @@ def switch(
     timeout_s: float | None,
     dry_run: bool,
     changes: Changes,
-    as_json: bool,
+    screen: Screen,
 ) -> int:
     """Switch a running session to another placement. What is not named stays as it is."""
     if to is not None:
@@ -63,28 +62,21 @@ def switch(
         changes["mode"] = to
     if not changes:
         raise click.UsageError("name what is to change: --to MODE, or a placement flag such as -c or --device")
-    with Screen(as_json=as_json) as screen:
-        try:
-            if dry_run:
-                body = ask_host(session, CheckRequest(changes, options.convert, options.force))
-                return _show_check(body, as_json=as_json)
-            request = SwitchRequest(changes, options.proof, options.convert, options.force, timeout_s)
-            asks = not as_json and sys.stdin.isatty() and screen.console.is_terminal
-            outcome = _switch(session, request, screen, asks=asks)
-        except (SplitctlError, OSError) as error:
-            return told(error, screen)
-        if outcome is None:
-            message = "the switch was left running; splitctl ps shows how it ends"
-            return screen.fail("Cancelled", message, ExitCode.CANCELLED)
-        return show_outcome(outcome, screen, as_json=as_json)
+    if dry_run:
+        body = ask_host(session, CheckRequest(changes, options.convert, options.force))
+        screen.answer(body, "\n".join(_check_lines(body)))
+        return ExitCode.REFUSED if body.get("reasons") else ExitCode.DONE
+    request = SwitchRequest(changes, options.proof, options.convert, options.force, timeout_s)
+    asks = not screen.as_json and sys.stdin.isatty() and screen.console.is_terminal
+    outcome = _switch(session, request, screen, asks=asks)
+    if outcome is None:
+        message = "the switch was left running; splitctl ps shows how it ends"
+        return screen.fail("Cancelled", message, ExitCode.CANCELLED)
+    return _show_outcome(outcome, screen)
 
 
 def _switch(session: str | None, request: SwitchRequest, screen: Screen, *, asks: bool) -> dict[str, Any] | None:
-    """Switch, and show the stages. Ctrl-C cancels it, or asks whether to.
-
-    Returns:
-        The outcome; None where the switch was left running.
-    """
+    """Switch, and show the stages; None where it was left running. Ctrl-C cancels it, or asks whether to."""
     is_asking = False
     with CtrlC() as ctrl_c, Client(address_of(session), request) as client:
         while True:
@@ -125,26 +117,16 @@ def _progress(body: dict[str, Any]) -> Progress:
     return Progress(f"switch: {body.get('stage')}", float(share) if isinstance(share, int | float) else None)
 
 
-def show_outcome(outcome: dict[str, Any], screen: Screen, *, as_json: bool) -> ExitCode:
-    """Show how a switch ended.
-
-    Args:
-        outcome: the outcome object of the contract.
-        screen: where to.
-        as_json: whether stdout gets the object.
-
-    Returns:
-        The exit status.
-    """
+def _show_outcome(outcome: dict[str, Any], screen: Screen) -> ExitCode:
     code = EXIT_OF_STATUS.get(str(outcome.get("status")), ExitCode.FAILED)
-    if as_json:
+    if screen.as_json:
         is_cancelled = code is ExitCode.CANCELLED
         print_json(error_body("Cancelled", str(outcome.get("reason")), code, outcome) if is_cancelled else outcome)
     elif outcome.get("status") not in {"unchanged", "refused"}:
         screen.table(switch_table(outcome))
     if code is not ExitCode.DONE:
         screen.line(f"splitctl: {outcome_line(outcome)}")
-    elif not as_json:
+    elif not screen.as_json:
         click.echo(outcome_line(outcome))
     if outcome.get("parked_at"):
         at = outcome["parked_at"]
@@ -169,18 +151,8 @@ def outcome_line(outcome: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def _show_check(body: dict[str, Any], *, as_json: bool) -> ExitCode:
-    """Show what a switch would do."""
+def _check_lines(body: dict[str, Any]) -> Iterator[str]:
     reasons = body.get("reasons") or []
-    code = ExitCode.REFUSED if reasons else ExitCode.DONE
-    if as_json:
-        print_json(body)
-    else:
-        click.echo("\n".join(_check_lines(body, reasons)))
-    return code
-
-
-def _check_lines(body: dict[str, Any], reasons: list[dict[str, Any]]) -> Iterator[str]:
     target = Placement.from_json(body["target"])
     yield f"target       {target.describe()}"
     if body.get("is_unchanged"):

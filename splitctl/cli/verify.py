@@ -14,19 +14,18 @@ from rich.console import Console
 from rich.table import Table
 
 from splitctl.cli.child import Interrupts
+from splitctl.cli.hosts import with_screen
 from splitctl.cli.options import (
     MODE,
     Parsed,
-    json_option,
     library_option,
     model_option,
     placement_options,
     rpc_option,
     verbose_option,
 )
-from splitctl.cli.output import EXIT_OF_FAULT, ExitCode, Screen, error_body, mib, one_line, print_json
-from splitctl.cli.prompts import PromptUnreadable, read_prompt
-from splitctl.errors import BadModelFile
+from splitctl.cli.output import EXIT_OF_FAULT, ExitCode, Screen, mib, one_line
+from splitctl.cli.prompts import read_prompt
 from splitctl.ipc.jobs import Progress
 from splitctl.ipc.probes import DEADLINE_S, verdicts_file
 from splitctl.ipc.verifying import Verification, Verifier, VerifyReport
@@ -65,7 +64,6 @@ _WHERE = {"both": (True, False), "devices": (True,), "host": (False,)}
 
 
 def _cache_types(text: str) -> tuple[str, ...]:
-    """Read cache types, separated by commas."""
     types = tuple(part.strip() for part in text.split(","))
     for one in types:
         if one not in KV_TYPES:
@@ -115,7 +113,7 @@ _CACHE_TYPES = Parsed("TYPE,...", _cache_types)
 @library_option
 @rpc_option
 @verbose_option
-@json_option
+@with_screen
 def verify(
     *,
     model: Path,
@@ -132,60 +130,43 @@ def verify(
     placement: Placement,
     library: Path | None,
     rpc: tuple[str, ...],
-    verbose: bool,
-    as_json: bool,
+    screen: Screen,
 ) -> int:
     """Try a model in every mode, in child processes that may die, and compare what they compute."""
     pairs = [(k, v) for k in types_k for v in types_v] or [(k, k) for k in types_k]
-    with Screen(as_json=as_json, verbose=verbose) as screen:
-        try:
-            facts = _facts(model)
-            text = _text(text_file)
-        except (BadModelFile, PromptUnreadable) as error:
-            message = str(error)
-            return screen.fail(type(error).__name__, message, ExitCode.FAILED)
-        asked = Verification(
-            model=model,
-            facts=facts,
-            library=library,
-            rpc=rpc,
-            cells=cells(placement, modes or tuple(SplitMode), pairs, _splits(splits, placement), _WHERE[where]),
-            text=text,
-            n_tokens=tokens,
-            n_generate=predict,
-            deadline_s=deadline,
-        )
-        cache = None if no_remember else VerdictCache(verdicts_file())
-        try:
-            report = _run(asked, cache, screen)
-        except OSError as error:
-            why = error.strerror or str(error)
-            message = f"nothing more could be tried: {why} ({error.filename or 'a child process'})"
-            return screen.fail(type(error).__name__, message, ExitCode.FAILED)
-        if report.failure is not None:
-            failure = report.failure
-            return screen.fail(failure.name, failure.message, EXIT_OF_FAULT[failure.fault])
-    # The bar is gone now, and leaves the terminal to the table.
-    return _finish(asked, report, screen, as_json=as_json)
+    facts = _facts(model)
+    asked = Verification(
+        model=model,
+        facts=facts,
+        library=library,
+        rpc=rpc,
+        text=PASSAGE if text_file is None else read_prompt(None, text_file, needed=True),
+        cells=cells(placement, modes or tuple(SplitMode), pairs, _splits(splits, placement), _WHERE[where]),
+        n_tokens=tokens,
+        n_generate=predict,
+        deadline_s=deadline,
+    )
+    cache = None if no_remember else VerdictCache(verdicts_file())
+    try:
+        report = _run(asked, cache, screen)
+    except OSError as error:
+        why = error.strerror or str(error)
+        message = f"nothing more could be tried: {why} ({error.filename or 'a child process'})"
+        return screen.fail(type(error).__name__, message, ExitCode.FAILED)
+    if report.failure is not None:
+        failure = report.failure
+        return screen.fail(failure.name, failure.message, EXIT_OF_FAULT[failure.fault])
+    return _finish(asked, report, screen)
 
 
 def _facts(model: Path) -> ModelFacts:
-    """Read the model's header, and refuse what has no next token."""
     facts = read_facts(model)
     if facts.is_encoder_only or facts.is_diffusion or facts.gives_embeddings:
         raise click.BadParameter(f"{facts.name} generates nothing; wanted: a language model", param_hint="-m")
     return facts
 
 
-def _text(file: str | None) -> str:
-    """Take the text from its file, or ours."""
-    if file is None:
-        return PASSAGE
-    return read_prompt(None, file, needed=True)
-
-
 def _splits(texts: tuple[str, ...], placement: Placement) -> list[tuple[float, ...]]:
-    """Read the splits."""
     found: list[tuple[float, ...]] = []
     for text in texts:
         try:
@@ -220,29 +201,25 @@ def _run(asked: Verification, cache: VerdictCache | None, screen: Screen) -> Ver
         return verifier(asked)
 
 
-def _finish(asked: Verification, report: VerifyReport, screen: Screen, *, as_json: bool) -> ExitCode:
+def _finish(asked: Verification, report: VerifyReport, screen: Screen) -> ExitCode:
     """Show what was found, and choose the exit status: a cell that dies is a finding and no failure."""
     body = _body(asked, report)
     reference = report.cells[0] if report.cells else None
-    code, kind, message = ExitCode.DONE, "", ""
-    if report.is_cancelled:
-        code, kind = ExitCode.CANCELLED, "Cancelled"
-        message = f"cancelled after {len(report.cells)} of {len(asked.cells)} cells"
-    elif reference is None or reference["verdict"] != "ok":
-        why = _said(reference) if reference else "it said nothing"
-        code, kind = ExitCode.FAILED, "ReferenceFailed"
-        message = f"{asked.cells[0].label()} is what the others are compared with, and it came to: {why}"
-    if not as_json and report.cells:
+    # The bar leaves the terminal to the table.
+    screen.end_bars()
+    if report.cells and not screen.as_json:
         _show(body)
-    if code is not ExitCode.DONE:
-        screen.line(f"splitctl: {one_line(message)}")
-    if as_json:
-        print_json(body if code is ExitCode.DONE else error_body(kind, message, code, body))
-    return code
+    if report.is_cancelled:
+        message = f"cancelled after {len(report.cells)} of {len(asked.cells)} cells"
+        return screen.fail("Cancelled", message, ExitCode.CANCELLED, body)
+    if reference is None or reference["verdict"] != "ok":
+        why = _said(reference) if reference else "it said nothing"
+        message = f"{asked.cells[0].label()} is what the others are compared with, and it came to: {why}"
+        return screen.fail("ReferenceFailed", message, ExitCode.FAILED, body)
+    return screen.answer(body)
 
 
 def _body(asked: Verification, report: VerifyReport) -> dict[str, Any]:
-    """Make the object of `--json`."""
     facts = asked.facts
     return {
         "library": report.library or None,
@@ -263,13 +240,11 @@ def _body(asked: Verification, report: VerifyReport) -> dict[str, Any]:
 
 
 def _label(found: dict[str, Any]) -> str:
-    """Name a cell."""
     split = "" if found["tensor_split"] is None else ",".join(f"{one:g}" for one in found["tensor_split"]) + " split, "
     return f"{found['mode']}, {split}{found['type_k']}/{found['type_v']}, cache on the {found['cache']}"
 
 
 def _said(found: dict[str, Any]) -> str:
-    """Say what came of a cell, in a few words."""
     end = found["end"] or {}
     if end.get("assert"):
         return f"{found['verdict']}: {end['name']} while {end['stage']}, {end['assert']}"
@@ -303,7 +278,6 @@ def _show(body: dict[str, Any]) -> None:
 
 
 def _row(number: int, found: dict[str, Any]) -> tuple[str, ...]:
-    """Lay out a cell, a text for each of `_COLUMNS`."""
     return (
         str(number),
         found["mode"] + (" *" if found["reference"] else ""),
@@ -322,7 +296,6 @@ def _row(number: int, found: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _number(value: float | None, form: str) -> str:
-    """Show a number that may not be there."""
     return "-" if value is None else format(value, form)
 
 
@@ -335,7 +308,6 @@ def _top(found: dict[str, Any]) -> str:
 
 
 def _state(found: dict[str, Any]) -> str:
-    """Show the state's size, and whether it came back."""
     if found.get("state_bytes") is None:
         return "-"
     back = "same" if found.get("state_equal") else "not back"

@@ -1,38 +1,57 @@
-"""`splitctl doctor`: which library is used and why, what it can do, and what may go wrong."""
+"""`splitctl devices` and `splitctl doctor`: what the library is, what it can do, and what it can place a model on."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.table import Table
 
 from splitctl.cli.child import ask
-from splitctl.cli.options import json_option, library_option, rpc_option, verbose_option
-from splitctl.cli.output import ExitCode, Screen, mib, print_json
-from splitctl.ipc.jobs import DoctorRequest
+from splitctl.cli.hosts import with_screen
+from splitctl.cli.options import library_option, rpc_option, verbose_option
+from splitctl.cli.output import ExitCode, Screen, mib
+from splitctl.ipc.jobs import DevicesRequest, DoctorRequest
 
 
 @click.command()
 @library_option
 @rpc_option
 @verbose_option
-@json_option
-def doctor(*, library: Path | None, rpc: tuple[str, ...], verbose: bool, as_json: bool) -> int:
+@with_screen
+def devices(*, library: Path | None, rpc: tuple[str, ...], screen: Screen) -> int:
+    """List the devices of the library, with their memory."""
+    answer = ask(DevicesRequest(library, rpc), screen)
+    if answer.code is not ExitCode.DONE:
+        return answer.code
+    table = Table()
+    for name in ("device", "kind", "backend", "description"):
+        table.add_column(name)
+    table.add_column("free", justify="right")
+    table.add_column("total", justify="right")
+    for one in answer.body["devices"]:
+        sizes = (mib(one["memory_free"]), mib(one["memory_total"]))
+        table.add_row(one["name"], one["kind"], one["backend"], one["description"], *sizes)
+    return screen.answer(answer.body, table)
+
+
+@click.command()
+@library_option
+@rpc_option
+@verbose_option
+@with_screen
+def doctor(*, library: Path | None, rpc: tuple[str, ...], screen: Screen) -> int:
     """Say which libllama is used and why, its layout, what it can do, its devices, and warnings."""
-    with Screen(as_json=as_json, verbose=verbose) as screen:
-        answer = ask(DoctorRequest(library, rpc), screen)
-        if not as_json and answer.body:
-            sys.stdout.write("\n".join(_report(answer.body)) + "\n")
-        elif as_json and answer.code is ExitCode.DONE:
-            print_json(answer.body)
+    answer = ask(DoctorRequest(library, rpc), screen)
+    # What is known is a report to a person, even if it is not all.
+    if answer.code is ExitCode.DONE or (answer.body and not screen.as_json):
+        screen.answer(answer.body, "\n".join(_report(answer.body)))
     return answer.code
 
 
 def _report(body: dict[str, Any]) -> Iterator[str]:
-    """Write the report for a person; a part that is not known is left out."""
     yield f"splitctl {body['splitctl']} on Python {body['python']}, {body['system']}"
     yield "libraries looked at:"
     for one in body["candidates"]:
