@@ -8,6 +8,8 @@ To embed it: ``Session.open(model, Placement(...))``, ``prefill``, ``generate``,
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from splitctl.carry.sequence import SamplerSpec, Token
 from splitctl.errors import (
     AdapterInvalid,
@@ -28,7 +30,9 @@ from splitctl.errors import (
 )
 from splitctl.outcome import Proof, Stage, SwitchOutcome, SwitchStatus, Via
 from splitctl.placement import FlashAttn, Placement, PlacementInvalid, SplitMode
-from splitctl.session import Session
+
+if TYPE_CHECKING:
+    from splitctl.session import Session
 
 __all__ = [
     "AdapterInvalid",
@@ -59,3 +63,12 @@ __all__ = [
     "Via",
     "WorkerLost",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `Session` when it is asked for: it brings the native package, which command line and host do without."""
+    if name != "Session":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from splitctl.session import Session  # noqa: PLC0415 - that is the point
+
+    return Session
