@@ -8,30 +8,30 @@ To embed it: ``Session.open(model, Placement(...))``, ``prefill``, ``generate``,
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from splitctl.carry.sequence import SamplerSpec, Token
-from splitctl.errors import (
-    AdapterInvalid,
-    BadModelFile,
-    Busy,
-    Cancelled,
-    CarryDamaged,
-    CarryMismatch,
-    CarryNotWritten,
-    ConfigInvalid,
-    ContextFull,
-    DeadlineExceeded,
-    Parked,
-    Reason,
-    Refused,
-    SplitctlError,
-    WorkerLost,
-)
-from splitctl.outcome import Proof, Stage, SwitchOutcome, SwitchStatus, Via
-from splitctl.placement import FlashAttn, Placement, PlacementInvalid, SplitMode
-
 if TYPE_CHECKING:
+    from splitctl.carry.sampling import SamplerSpec, Token
+    from splitctl.errors import (
+        AdapterInvalid,
+        BadModelFile,
+        Busy,
+        Cancelled,
+        CarryDamaged,
+        CarryMismatch,
+        CarryNotWritten,
+        ConfigInvalid,
+        ContextFull,
+        DeadlineExceeded,
+        Parked,
+        Reason,
+        Refused,
+        SplitctlError,
+        WorkerLost,
+    )
+    from splitctl.outcome import Proof, Stage, SwitchOutcome, SwitchStatus, Via
+    from splitctl.placement import FlashAttn, Placement, PlacementInvalid, SplitMode
     from splitctl.session import Session
 
 __all__ = [
@@ -64,11 +64,24 @@ __all__ = [
     "WorkerLost",
 ]
 
+# Everything not named here is an error.
+_HOMES = {
+    "splitctl.session": ("Session",),
+    "splitctl.carry.sampling": ("SamplerSpec", "Token"),
+    "splitctl.outcome": ("Proof", "Stage", "SwitchOutcome", "SwitchStatus", "Via"),
+    "splitctl.placement": ("FlashAttn", "Placement", "PlacementInvalid", "SplitMode"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
 
 def __getattr__(name: str) -> Any:
-    """Import `Session` when it is asked for: it brings the native package, which command line and host do without."""
-    if name != "Session":
+    """Import a public name when it is asked for: numpy and the native package cost more than most commands need."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from splitctl.session import Session  # noqa: PLC0415 - that is the point
+    value = getattr(import_module(_HOME_OF.get(name, "splitctl.errors")), name)
+    globals()[name] = value
+    return value
 
-    return Session
+
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | set(__all__))

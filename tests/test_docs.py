@@ -119,7 +119,9 @@ def test_flags_in_documents_exist(path: Path) -> None:
         words = [word.strip("[]") for word in shlex.split(example, comments=True)]
         command: click.Command = cli
         while isinstance(command, click.Group):
-            command = command.commands[words.pop(0)]
+            found = command.get_command(click.Context(command), words.pop(0))
+            assert found is not None, example
+            command = found
         known = {flag for param in command.params for flag in (*param.opts, *param.secondary_opts)}
         assert {word for word in words if re.match("--?[a-z]", word)} <= known, example
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from splitctl.carry.sequence import SamplerSpec
+from splitctl.carry.sampling import SamplerSpec
 from splitctl.control.requests import GenerateRequest
 from splitctl.host.config import HostConfig
 from splitctl.host.supervisor import Supervisor

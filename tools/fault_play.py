@@ -19,7 +19,7 @@ import psutil
 
 import statecodec
 from splitctl.carry import file as carries
-from splitctl.carry.sequence import SamplerSpec
+from splitctl.carry.sampling import SamplerSpec
 from splitctl.cli.state_diff import compare
 from splitctl.control.requests import GenerateRequest
 from splitctl.host.config import HostConfig

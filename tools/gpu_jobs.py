@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from llama_native import Library, NativeError
-from splitctl.carry.sequence import SamplerSpec
+from splitctl.carry.sampling import SamplerSpec
 from splitctl.engine.buffer_lines import buffer_lines
 from splitctl.errors import SplitctlError
 from splitctl.placement import Placement

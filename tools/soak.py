@@ -37,7 +37,7 @@ from typing import Any
 
 import psutil
 
-from splitctl.carry.sequence import SamplerSpec
+from splitctl.carry.sampling import SamplerSpec
 from splitctl.control.requests import GenerateRequest
 from splitctl.host.config import HostConfig
 from splitctl.host.streams import Begun, Delta, Done, Why

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from llama_native import Context, Library, Model, NativeError, state_set
 from splitctl.carry import file as carries
 from splitctl.carry.file import Carry
-from splitctl.carry.sequence import SamplerSpec
+from splitctl.carry.sampling import SamplerSpec
 from splitctl.engine.engine import context_params, model_params, resolve_threads
 from splitctl.errors import Refused
 from splitctl.ipc.probes import Prober

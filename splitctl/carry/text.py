@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from splitctl.carry.fingerprint import Adapter, Fingerprint, Identity, Representation
-from splitctl.carry.sequence import SamplerSpec
+from splitctl.carry.sampling import SamplerSpec
 from splitctl.errors import SplitctlError
 from splitctl.placement import Placement
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from splitctl.carry.sequence import SamplerSpec
+from splitctl.carry.sampling import SamplerSpec
 from splitctl.cli.hosts import CtrlC, address_of, session_option, with_screen
 from splitctl.cli.options import predict_option, prompt_options, sampler_options
 from splitctl.cli.output import ExitCode, Screen, one_line

@@ -6,29 +6,60 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from importlib import metadata
+from importlib import import_module
 from types import FrameType
 
 import click
 
-from splitctl.cli.attach import attach
-from splitctl.cli.explain import explain
-from splitctl.cli.library import devices, doctor
 from splitctl.cli.output import ExitCode, Screen, error_body, one_line, print_json
-from splitctl.cli.plan import plan
-from splitctl.cli.run import run
-from splitctl.cli.serve import serve
-from splitctl.cli.sessions import ps, restore, save, stop
-from splitctl.cli.state import state
-from splitctl.cli.switch import switch
-from splitctl.cli.verify import verify
+
+# A command is `<name>` of its module; its line here is the first of its help.
+COMMANDS = {
+    "attach": ("attach", "Generate with a running session."),
+    "devices": ("library", "List the devices of the library, with their memory."),
+    "doctor": ("library", "Say which libllama is used and why, its layout, what it can do, its devices, and warnings."),
+    "explain": ("explain", "Say which mode, or which switch, does some work in the least time, and by how much."),
+    "plan": (
+        "plan",
+        "Tell what every mode, and a switch, would take on each device, and the largest context that fits.",
+    ),
+    "ps": ("sessions", "List the sessions that are served, and how they are."),
+    "restore": ("sessions", "Replace all that a session holds with a file; a parked session serves again."),
+    "run": ("run", "Read a prompt under one split mode, switch to another, and generate."),
+    "save": ("sessions", "Write a session, with all its sequences, to a file."),
+    "serve": ("serve", "Serve a session that survives a crash of the library."),
+    "state": (
+        "state",
+        "Look into saved states: llama.cpp's blobs, session and sequence files, slot files, and splitctl's own carry.",
+    ),
+    "stop": ("sessions", "Save a session and end its host."),
+    "switch": ("switch", "Switch a running session to another placement."),
+    "verify": ("verify", "Try a model in every mode, in child processes that may die, and compare what they compute."),
+}
 
 
-@click.group(
-    commands=[run, serve, switch, attach, ps, stop, save, restore, devices, doctor, plan, explain, verify, state],
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-@click.version_option(metadata.version("splitctl"), prog_name="splitctl")
+class _Commands(click.Group):
+    """Imports a command when it is called: all of them cost half a second, their names nothing."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        del ctx
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        del ctx
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = getattr(import_module(f"splitctl.cli.{COMMANDS[cmd_name][0]}"), cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        del ctx
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="splitctl", prog_name="splitctl")
 def cli() -> None:
     """Switch a running llama.cpp session from one split mode to another and keep everything."""
 

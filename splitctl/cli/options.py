@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from splitctl.carry.sequence import RANDOM_SEED, SAMPLER_PARAMS, SamplerParam, SamplerSpec
+from splitctl.carry.sampling import RANDOM_SEED, SAMPLER_PARAMS, SamplerParam, SamplerSpec
 from splitctl.errors import ConfigInvalid
 from splitctl.outcome import Proof, SwitchOptions
 from splitctl.placement import (

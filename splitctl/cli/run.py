@@ -8,7 +8,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from splitctl.carry.sequence import SAMPLER_PARAMS, SamplerSpec
+from splitctl.carry.sampling import SAMPLER_PARAMS, SamplerSpec
 from splitctl.cli.attach import Talk, answer_once
 from splitctl.cli.child import ask
 from splitctl.cli.hosts import address_of, with_screen

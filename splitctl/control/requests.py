@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from splitctl.carry.sequence import SamplerSpec
+from splitctl.carry.sampling import SamplerSpec
 from splitctl.errors import ConfigInvalid
 from splitctl.ipc.wire import kinds_of
 from splitctl.outcome import Proof, SwitchOptions

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llama_native import Library
-    from splitctl.carry.sequence import SamplerSpec
+    from splitctl.carry.sampling import SamplerSpec
 
 _CANDIDATE = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from splitctl.carry.sequence import SamplerSpec, SequenceCarry, no_logits, no_tokens
+from splitctl.carry.sampling import SamplerSpec
+from splitctl.carry.sequence import SequenceCarry, no_logits, no_tokens
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from splitctl.carry.sequence import SamplerSpec, common
+from splitctl.carry.sampling import SamplerSpec
+from splitctl.carry.sequence import common
 from splitctl.errors import SplitctlError
 from splitctl.ipc.orders import Drawn, Ended, Reading, SequenceSnapshot, Start, Step
 

@@ -22,8 +22,9 @@ from splitctl.carry import file as carries
 from splitctl.carry.arena import Arena
 from splitctl.carry.file import Carry
 from splitctl.carry.fingerprint import Adapter, Fingerprint, Identity, Representation
+from splitctl.carry.sampling import SamplerSpec
 from splitctl.carry.seal import Seal, take
-from splitctl.carry.sequence import SamplerSpec, SequenceCarry, no_logits, no_tokens
+from splitctl.carry.sequence import SequenceCarry, no_logits, no_tokens
 from splitctl.errors import CarryDamaged, SplitctlError
 from splitctl.host.config import HostConfig
 from splitctl.ipc.orders import AdapterFile, SequenceSnapshot

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from splitctl.carry.sequence import RANDOM_SEED, SAMPLER_PARAMS, SamplerSpec
+from splitctl.carry.sampling import RANDOM_SEED, SAMPLER_PARAMS, SamplerSpec
 from splitctl.control.requests import ChatMessage, GenerateRequest
 from splitctl.errors import ConfigInvalid
 from splitctl.http.errors import ApiError

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from splitctl.carry.sequence import SamplerSpec
+from splitctl.carry.sampling import SamplerSpec
 from splitctl.errors import BadModelFile, Busy, Cancelled, ConfigInvalid, ContextFull, Parked, Refused, SplitctlError
 from splitctl.ipc.wire import kinds_of
 from splitctl.outcome import SwitchOptions

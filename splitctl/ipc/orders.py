@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from splitctl.carry.sampling import SamplerSpec
 from splitctl.carry.seal import Seal
-from splitctl.carry.sequence import SamplerSpec
 from splitctl.ipc.jobs import Fault, JobEvent
 from splitctl.ipc.wire import kinds_of
 from splitctl.outcome import SwitchOptions

@@ -28,7 +28,8 @@ from llama_native import (
     state_set,
     state_size,
 )
-from splitctl.carry.sequence import SamplerSpec, Token, common, no_logits, no_tokens
+from splitctl.carry.sampling import SamplerSpec, Token
+from splitctl.carry.sequence import common, no_logits, no_tokens
 from splitctl.engine.live import Batch, batches
 from splitctl.engine.sampler import Sampler
 from splitctl.errors import Cancelled, ConfigInvalid, Reason, Refused

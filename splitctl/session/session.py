@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 
     from llama_native import Model
     from splitctl.carry.arena import Arenas
+    from splitctl.carry.sampling import SamplerSpec, Token
     from splitctl.carry.seal import Seal
-    from splitctl.carry.sequence import SamplerSpec, SequenceCarry, Token
+    from splitctl.carry.sequence import SequenceCarry
     from splitctl.engine.slot import Slot
     from splitctl.errors import ContextFull
     from splitctl.model.facts import ModelFacts

@@ -17,7 +17,7 @@ import platformdirs
 from splitctl.carry import file as carries
 from splitctl.carry.file import Carry
 from splitctl.carry.fingerprint import Adapter, Fingerprint, Identity, Representation
-from splitctl.carry.sequence import SamplerSpec
+from splitctl.carry.sampling import SamplerSpec
 from splitctl.engine.sampler import Sampler
 from splitctl.engine.slot import Slot
 from splitctl.errors import CannotConvert, CarryDamaged, CarryMismatch, Difference, Refused, SplitctlError, StateUnsound

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from splitctl.carry.sequence import SamplerSpec
+from splitctl.carry.sampling import SamplerSpec
 from splitctl.ipc import orders
 from splitctl.ipc.orders import SequenceSnapshot
 from splitctl.switching import conversion

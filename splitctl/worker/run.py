@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from llama_native import Library, NativeError
-from splitctl.carry.sequence import SamplerSpec
+from splitctl.carry.sampling import SamplerSpec
 from splitctl.errors import Cancelled, ContextFull, Parked, SplitctlError
 from splitctl.ipc.jobs import Failure, JobEvent, Partial, Piece, Progress, Result, RunRequest
 from splitctl.ipc.probes import Prober

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from llama_native import CallFailed, Library
-from splitctl.carry.sequence import SamplerSpec
+from splitctl.carry.sampling import SamplerSpec
 from splitctl.errors import Parked
 from splitctl.outcome import Proof, Stage
 from splitctl.placement import FlashAttn, Placement, SplitMode

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from splitctl.carry.sampling import SamplerSpec
 from splitctl.carry.seal import Seal
-from splitctl.carry.sequence import SamplerSpec
 from splitctl.ipc import orders
 from splitctl.ipc.jobs import Failure, HostRequest, JobEvent, Progress, Result
 from splitctl.ipc.process import WorkerProcess

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from splitctl.carry.sequence import SamplerSpec
+from splitctl.carry.sampling import SamplerSpec
 from splitctl.control.client import ask
 from splitctl.control.requests import MAX_REQUEST_BYTES, REQUESTS, GenerateRequest, StatusRequest
 from splitctl.control.sockets import Address

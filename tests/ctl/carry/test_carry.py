@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from splitctl.carry import file as carries
 from splitctl.carry.file import Carry, SealedCarry
 from splitctl.carry.fingerprint import Adapter, Fingerprint, Identity, Representation
-from splitctl.carry.sequence import SamplerSpec, SequenceCarry, no_logits, no_tokens
+from splitctl.carry.sampling import SamplerSpec
+from splitctl.carry.sequence import SequenceCarry, no_logits, no_tokens
 from splitctl.carry.tensorfile import view_of, write_tensors
 from splitctl.carry.text import from_texts, to_texts
 from splitctl.errors import CarryDamaged, CarryMismatch, CarryNotWritten

@@ -13,7 +13,7 @@ import safetensors.numpy
 import xxhash
 
 from splitctl.carry import file as carries
-from splitctl.carry.sequence import SamplerSpec
+from splitctl.carry.sampling import SamplerSpec
 from splitctl.carry.tensorfile import write_tensors
 from splitctl.carry.text import dump
 from splitctl.errors import CarryDamaged

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from splitctl.carry.sequence import RANDOM_SEED, SAMPLER_PARAMS, SamplerSpec, no_logits, no_tokens
+from splitctl.carry.sampling import RANDOM_SEED, SAMPLER_PARAMS, SamplerSpec
+from splitctl.carry.sequence import no_logits, no_tokens
 from splitctl.errors import ConfigInvalid
 
 

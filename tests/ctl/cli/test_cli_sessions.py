@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from splitctl.carry.sequence import SamplerSpec
+from splitctl.carry.sampling import SamplerSpec
 from splitctl.control.client import Client, ControlAnswer, ControlEvent, ask, wait
 from splitctl.control.requests import EventsRequest, GenerateRequest, StatusRequest, SwitchRequest
 from splitctl.placement import Changes, SplitMode

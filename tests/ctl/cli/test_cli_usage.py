@@ -10,7 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from splitctl.carry.sequence import RANDOM_SEED, SamplerSpec
+from splitctl.carry.sampling import RANDOM_SEED, SamplerSpec
 from splitctl.cli.main import main
 from splitctl.cli.options import changes_options, placement_options, sampler_options, serving_placement_options
 from splitctl.cli.output import ExitCode, error_body, one_line, print_json, switch_table

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from splitctl.carry.sequence import SamplerSpec
+from splitctl.carry.sampling import SamplerSpec
 from splitctl.control import requests
 from splitctl.control.client import Client, ControlAnswer, ControlEvent, HostGone, ask
 from splitctl.control.requests import GenerateRequest, StatusRequest, SwitchRequest

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from splitctl.carry.sequence import SamplerSpec
+from splitctl.carry.sampling import SamplerSpec
 from splitctl.control.requests import (
     MAX_REQUEST_BYTES,
     REQUESTS,

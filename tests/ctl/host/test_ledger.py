@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from splitctl.carry.sequence import SamplerSpec, common
+from splitctl.carry.sampling import SamplerSpec
+from splitctl.carry.sequence import common
 from splitctl.host.ledger import Ledger, ReportWrong, SequenceRow, StreamJob, choose_row
 from splitctl.ipc.orders import Drawn, Ended, Reading, SequenceSnapshot, Start, Step
 

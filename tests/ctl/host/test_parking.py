@@ -14,7 +14,7 @@ from splitctl.carry import file as carries
 from splitctl.carry import seal as seals
 from splitctl.carry.arena import Arena
 from splitctl.carry.file import Carry
-from splitctl.carry.sequence import SamplerSpec
+from splitctl.carry.sampling import SamplerSpec
 from splitctl.errors import BadModelFile, CarryNotWritten
 from splitctl.host.parking import Owner, owner_of, park
 from splitctl.ipc.orders import AdapterFile, SequenceSnapshot

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from splitctl.carry import file as carries
-from splitctl.carry.sequence import SamplerSpec
+from splitctl.carry.sampling import SamplerSpec
 from splitctl.control.requests import ChatMessage, GenerateRequest
 from splitctl.errors import Busy, Parked, WorkerLost
 from splitctl.host.events import SessionParked, SessionSaved, TrialEnded, WorkerGone

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from splitctl.carry.sequence import RANDOM_SEED
+from splitctl.carry.sampling import RANDOM_SEED
 from splitctl.errors import SplitctlError
 from splitctl.host.streams import Done, Why
 from splitctl.http import answers, bodies

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitctl.carry.sequence import SamplerSpec
+from splitctl.carry.sampling import SamplerSpec
 from splitctl.ipc import orders
 from splitctl.ipc.jobs import Fault
 from splitctl.ipc.wire import MessageInvalid, from_line, from_object, to_line, to_object

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from llama_native import Device, DeviceKind, Library
-from splitctl.carry.sequence import SamplerSpec
+from splitctl.carry.sampling import SamplerSpec
 from splitctl.errors import Refused
 from splitctl.ipc.jobs import RunRequest
 from splitctl.ipc.reserving import Reserved

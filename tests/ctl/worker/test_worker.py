@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitctl.carry.sequence import SamplerSpec
+from splitctl.carry.sampling import SamplerSpec
 from splitctl.errors import Cancelled, DeadlineExceeded, WorkerLost
 from splitctl.ipc.jobs import (
     REQUESTS,
