@@ -35,6 +35,12 @@ _SIZE_BYTES = 8
 _DTYPES: Mapping[str, np.dtype[Any]] = {"U8": np.dtype("u1"), "I32": np.dtype("<i4"), "F32": np.dtype("<f4")}
 
 
+def is_safetensors(data: memoryview) -> bool:
+    """Tell whether bytes begin with the size of a JSON header; no state does (its first words make a larger number)."""
+    n_header = int.from_bytes(data[:_SIZE_BYTES], "little")
+    return len(data) > _SIZE_BYTES and n_header <= MAX_HEADER_BYTES and data[_SIZE_BYTES] == ord("{")
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
     """What a file says of a tensor.

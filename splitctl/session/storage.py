@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from array import array
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,11 +16,15 @@ import platformdirs
 from splitctl.carry import file as carries
 from splitctl.carry.file import Carry
 from splitctl.carry.fingerprint import Adapter, Fingerprint, Identity, Representation
+from splitctl.carry.mapped import mapped
 from splitctl.carry.sampling import SamplerSpec
+from splitctl.carry.tensorfile import is_safetensors
 from splitctl.engine.sampler import Sampler
 from splitctl.engine.slot import Slot
 from splitctl.errors import CannotConvert, CarryDamaged, CarryMismatch, Difference, Refused, SplitctlError, StateUnsound
-from splitctl.switching.conversion import FileContent, look
+from splitctl.switching import rules
+from splitctl.switching.conversion import FileContent, kind_of, look, n_cells
+from splitctl.switching.rules import SessionFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,12 +108,15 @@ class Storage:
         Raises:
             CarryDamaged: it is not what was sealed, or no state at all.
             CarryMismatch: it belongs to another model or adapter, or its tokens cannot be those of this model.
-            ConfigInvalid: it holds more prompt than the encoder reads at once here.
-            Refused: the library would not take it; the session is as it was.
+            Refused: this context has no room for it, or the library would not take it; the session is as it was.
         """
         source = Path(path)
-        if _magic(source) in _LIBRARY_FILES:
-            return self._restore_library_file(source, transfer)
+        with mapped(source) as file:
+            if bytes(file[:4]) in _LIBRARY_FILES:
+                return self._restore_library_file(source, file, transfer)
+            if not is_safetensors(file):
+                wanted = "name a session that splitctl saved, or a session or slot file of llama.cpp"
+                raise CarryDamaged(source, f"it is {kind_of(file)}; {wanted}")
         read = carries.read(source).carry
         slots, is_foreign = self._fitting(read)
         restored = self._put(read.state, slots, transfer, refit=is_foreign)
@@ -134,40 +140,54 @@ class Storage:
 
     def _fitting(self, read: Carry) -> tuple[Callable[[], dict[int, Slot]], bool]:
         """Refuse a carry of another model; return its sequences, and whether another layout wrote its state."""
-        live = self._live
         mine = self._fingerprint(read.fingerprint.representation.state_version)
         differing = [one.field for one in carries.check_fits(read, mine) if one.field != "n_seq_max"]
-        unheld = [one.seq_id for one in read.sequences if one.seq_id not in live.slots]
-        if unheld:
-            raise CarryMismatch([Difference("sequence", str(unheld[0]), f"0 to {len(live.slots) - 1}")])
 
         def slots() -> dict[int, Slot]:
-            fresh = {seq_id: Slot(seq_id) for seq_id in live.slots}
+            fresh = {seq_id: Slot(seq_id) for seq_id in self._live.slots}
             for sequence in read.sequences:
                 _fill(fresh[sequence.seq_id], sequence)
             return fresh
 
-        live.check_encoder(sum(int(slot.encoder_tokens.size) for slot in slots().values()))
+        tokens = {one.seq_id: one.n_past for one in read.sequences}
+        n_encoded = sum(int(one.encoder_tokens.size) for one in read.sequences)
+        self._refuse_without_room(SessionFacts(tokens, n_encoder_tokens=n_encoded), read.state)
         return slots, bool(differing)
+
+    def _refuse_without_room(self, held: SessionFacts, state: memoryview | None = None) -> None:
+        """Refuse, as a switch would, what this context has no room for; ``state`` holds it where it is not read again.
+
+        Raises:
+            Refused: with both numbers.
+        """
+        live = self._live
+        found = rules.refused(rules.room(held, live.placement, live.facts, holder="the saved session"))
+        if [one.code for one in found] == ["context-too-small"] and live.placement.kv_unified and state:
+            # Sequences may share cells, which their tokens do not tell.
+            found = () if n_cells(state) <= live.placement.n_ctx else found
+        if found:
+            raise Refused(found)
 
     def _take_samplers(self, read: Carry) -> None:
         for slot in self._live.slots.values():
             slot.sampler = self._sampler(next((s for s in read.sequences if s.seq_id == slot.seq_id), None))
 
-    def _restore_library_file(self, path: Path, transfer: Transfer) -> Restored:
+    def _restore_library_file(self, path: Path, state: memoryview, transfer: Transfer) -> Restored:
         live = self._live
-        # Read and not mapped: a file that shrinks under a mapping kills the process.
-        state = memoryview(path.read_bytes())
         try:
             found = look(state)
         except StateUnsound as error:
             raise CarryDamaged(path, str(error)) from error
-        self._refuse_foreign_tokens(found)
         n_tokens, n_rows = len(found.tokens), found.rows.get(0, 0)
+        is_whole = not found.damage and n_rows in {n_tokens, n_tokens - 1}
+        self._refuse_without_room(SessionFacts({0: n_rows if is_whole else n_tokens - 1} if n_tokens else {}))
+        if self._is_empty(found):
+            transfer.replace(memoryview(b""), {seq_id: Slot(seq_id) for seq_id in live.slots})
+            return Restored()
 
         def slots() -> dict[int, Slot]:
             fresh = {seq_id: Slot(seq_id) for seq_id in live.slots}
-            fresh[0].tokens, fresh[0].n_past = array("i", found.tokens), n_rows
+            fresh[0].tokens, fresh[0].n_past = array("i", found.tokens.tobytes()), n_rows
             return fresh
 
         def unread() -> dict[int, Slot]:
@@ -175,7 +195,7 @@ class Storage:
             fresh[0].n_past = n_tokens - 1
             return fresh
 
-        if found.damage or n_rows not in {n_tokens, n_tokens - 1}:
+        if not is_whole:
             why = f"its token list has {n_tokens} entries and its cache {n_rows} rows"
             return self._read_again(unread, transfer, found.damage or why)
         restored = self._put(state, slots, transfer, refit=True, unread=unread)
@@ -188,19 +208,21 @@ class Storage:
         transfer.reseal()
         return restored
 
-    def _refuse_foreign_tokens(self, found: FileContent) -> None:
-        n_vocab = self._live.n_vocab
-        if not found.tokens:
+    def _is_empty(self, found: FileContent) -> bool:
+        """Refuse tokens that cannot be those of this model; tell whether there is none, and nothing made from any."""
+        tokens, n_vocab = found.tokens, self._live.n_vocab
+        if not tokens.size and not found.rows:
+            return True
+        if not tokens.size:
             raise CarryMismatch([Difference("tokens", "none", "the tokens that the state was made from")])
-        if found.has_media:
+        if tokens.min() < 0:
             raise CarryMismatch([Difference("tokens", "an image or the like among them", "text only")])
-        if max(found.tokens) >= n_vocab:
-            raise CarryMismatch(
-                [Difference("token", str(max(found.tokens)), f"below {n_vocab}, this model's vocabulary")]
-            )
+        if tokens.max() >= n_vocab:
+            raise CarryMismatch([Difference("token", str(tokens.max()), f"below {n_vocab}, this model's vocabulary")])
         others = sorted(set(found.rows) - {0})
         if others:
             raise CarryMismatch([Difference("sequences", f"{others} without tokens", "the one that the tokens are of")])
+        return False
 
     def _put(
         self,
@@ -220,7 +242,9 @@ class Storage:
             return self._read_again(unread or slots, transfer, str(error))
 
     def _read_again(self, slots: Callable[[], dict[int, Slot]], transfer: Transfer, why: str) -> Restored:
-        transfer.replace(memoryview(b""), slots())
+        fresh = slots()
+        self._refuse_without_room(SessionFacts({slot.seq_id: slot.n_past for slot in fresh.values() if slot.n_past}))
+        transfer.replace(memoryview(b""), fresh)
         return Restored(recomputed=True, reason=f"the tokens were read again: {why}")
 
     def carry(self, sealed: SealedState | None) -> Carry:
@@ -254,13 +278,3 @@ def _fill(slot: Slot, sequence: SequenceCarry) -> None:
     slot.n_past = sequence.n_past
     slot.encoder_tokens = sequence.encoder_tokens
     slot.take_rows(sequence.logits, sequence.output_ids)
-
-
-def _magic(path: Path) -> bytes:
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise CarryDamaged(path, "it is no regular file")
-        with path.open("rb") as file:
-            return file.read(4)
-    except OSError as error:
-        raise CarryDamaged(path, error.strerror or str(error)) from error

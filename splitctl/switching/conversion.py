@@ -8,15 +8,23 @@ Laws:
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import statecodec
 from splitctl.errors import StateUnsound
 from splitctl.placement import FlashAttn, Placement
 from statecodec import Columns, KvStream, Rotation, Rows, StateImage, TensorType, transcode
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 _PLAIN = frozenset({"f32", "f16", "bf16"})
+_SHOWN_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,20 +140,18 @@ def _kind(wanted: Sequence[Rows | Columns], found: Sequence[Rows | Columns]) -> 
     return wanted[0].kind if wanted and found and wanted[0].kind != found[0].kind else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class FileContent:
     """What a file of the library's own holds.
 
     Args:
-        tokens: its token list.
+        tokens: its token list, int32[n]; borrowed. An image or the like among them is -1.
         rows: positions that it holds, by sequence id (0 for a file of one sequence).
-        has_media: whether an image or the like stands among the tokens.
         damage: what is wrong behind the tokens; empty where nothing is.
     """
 
-    tokens: tuple[int, ...]
+    tokens: NDArray[np.int32]
     rows: Mapping[int, int]
-    has_media: bool
     damage: str = ""
 
 
@@ -160,15 +166,40 @@ def look(state: memoryview) -> FileContent:
     except statecodec.StateFormatError as error:
         raise StateUnsound(str(error)) from error
     image, tokens = found.image, found.tokens
-    if found.damage is not None and not found.has_all_tokens:
+    if tokens is None or (found.damage is not None and not found.has_all_tokens):
         raise StateUnsound(str(found.damage)) from found.damage
     held = {} if image is None else image.sequences()
     rows = {0 if image is None or image.form.is_sequence else seq_id: span.pos_max + 1 for seq_id, span in held.items()}
-    if tokens is None:
-        return FileContent((), rows, has_media=False)
-    words = tuple(int(token) for token in tokens.text)
-    has_media = bool(tokens.media) or any(token < 0 for token in words)
-    return FileContent(words, rows, has_media, "" if found.damage is None else str(found.damage))
+    return FileContent(tokens.text, rows, "" if found.damage is None else str(found.damage))
+
+
+def n_cells(state: memoryview) -> int:
+    """Count the cells of a state of sequences that may share some; 0 where it does not parse."""
+    try:
+        sections = statecodec.parse(state).sections
+    except statecodec.StateFormatError:
+        return 0
+    return max((section.n_cells or 0 for section in sections), default=0)
+
+
+def kind_of(data: memoryview) -> str:
+    """Say what a file is, as a phrase, that is neither a carry nor one of the library's own."""
+    if not data:
+        return "an empty file"
+    try:
+        image = statecodec.parse(data)
+    except statecodec.UnknownVersion as error:
+        return f"no saved session ({error.field} {error.found})"
+    except statecodec.StateFormatError:
+        start = bytes(data[:_SHOWN_BYTES])
+        with suppress(UnicodeDecodeError):
+            # A character may be cut at the end of what is looked at.
+            text = codecs.getincrementaldecoder("utf-8")().decode(start)
+            if all(one.isprintable() or one.isspace() for one in text):
+                return "a text file"
+        return f"no saved session (it begins with {start[:8].hex(' ')})"
+    held = sum(span.n_cells for span in image.sequences().values())
+    return f"a bare {image.form.value} of {held} positions, without the tokens that it was made from"
 
 
 def _phrase(change: statecodec.Change) -> str:

@@ -360,28 +360,39 @@ def _cache(case: _Case) -> Iterator[Finding]:
 
 def _room(case: _Case) -> Iterator[Finding]:
     """Room in the target for what the session holds."""
-    target, held = case.target, case.session.tokens
-    last = max(held, default=-1)
+    return room(case.session, case.target, case.facts)
+
+
+def room(held: SessionFacts, target: Placement, facts: ModelFacts, *, holder: str = "the session") -> Iterator[Finding]:
+    """Find what a placement has no room for.
+
+    Args:
+        held: what is to be held.
+        target: the placement.
+        facts: the model.
+        holder: what holds it now, for the texts.
+    """
+    last = max(held.tokens, default=-1)
     if last >= target.n_seq_max:
-        text = f"sequence {last} is in use and the context would hold {target.n_seq_max}; raise -np to {last + 1}"
+        text = f"sequence {last} is in use and the context has room for {target.n_seq_max}; raise -np to {last + 1}"
         yield Finding("too-few-sequences", text)
-    n_encoded, most = case.session.n_encoder_tokens, min(target.n_ubatch, target.n_batch)
+    n_encoded, most = held.n_encoder_tokens, min(target.n_ubatch, target.n_batch)
     if n_encoded > most:
         text = (
             f"the encoder has read {n_encoded} tokens and is to read them again as a whole, and the micro-batch "
             f"holds {most}; ask for -ub {n_encoded} or more"
         )
         yield Finding("encoder-prompt-too-long", text)
-    n_ctx = target.n_ctx or case.facts.n_ctx_train
-    if not n_ctx or not held:
+    n_ctx = target.n_ctx or facts.n_ctx_train
+    if not n_ctx or not held.tokens:
         return
     if target.kv_unified or target.n_seq_max == 1:
-        have, room, whose = case.session.n_tokens, n_ctx, "the session holds"
+        have, most, who = held.n_tokens, n_ctx, holder
     else:
-        have, room, whose = max(held.values()), n_ctx // target.n_seq_max, "a sequence holds"
-    if have > room and case.facts.has_memory and not case.facts.is_recurrent:
+        have, most, who = max(held.tokens.values()), n_ctx // target.n_seq_max, f"a sequence of {holder}"
+    if have > most and facts.has_memory and not facts.is_recurrent:
         least = have * (1 if target.kv_unified else target.n_seq_max)
-        text = f"{whose} {have} tokens and the context would have room for {room}; ask for -c {least} or more"
+        text = f"{who} holds {have} tokens and the context has room for {most}; ask for -c {least} or more"
         yield Finding("context-too-small", text)
 
 
