@@ -100,18 +100,19 @@ class Context(Handle):
         if not n or not n == len(positions) == len(seq_ids) == len(outputs):
             msg = f"a batch of {n} tokens, {len(positions)} positions, {len(seq_ids)} sequences, {len(outputs)} outputs"
             raise ValueError(msg)
-        with self.library.calling() as (ffi, lib):
+        # seq_id is an array of pointers, one a token. Its addresses are written as numbers: an assignment for each
+        # would cost more than a decode of one token.
+        ids = array("i", seq_ids)
+        base, _ = ids.buffer_info()
+        with (
+            self.library.calling() as (ffi, lib),
+            ffi.from_buffer("int32_t[]", array("i", tokens)) as c_tokens,
+            ffi.from_buffer("int32_t[]", array("i", positions)) as c_positions,
+            ffi.from_buffer("int32_t[]", array("i", [1]) * n) as c_counts,
+            ffi.from_buffer("int32_t *[]", array("Q", range(base, base + 4 * n, 4))) as c_seq_pointers,
+            ffi.from_buffer("int8_t[]", array("b", [1 if o else 0 for o in outputs])) as c_outputs,
+        ):
             pointer = self.pointer
-            # Each of these is held by a name until the call has returned: the batch keeps bare pointers only.
-            c_tokens = ffi.from_buffer("int32_t[]", array("i", tokens))
-            c_positions = ffi.from_buffer("int32_t[]", array("i", positions))
-            c_seqs = ffi.from_buffer("int32_t[]", array("i", seq_ids))
-            c_counts = ffi.from_buffer("int32_t[]", array("i", [1]) * n)
-            # seq_id is an array of pointers, one a token. Its addresses are written as numbers: an assignment for each
-            # would cost more than a decode of one token.
-            base = int(ffi.cast("uintptr_t", c_seqs))
-            c_seq_pointers = ffi.from_buffer("int32_t *[]", array("Q", range(base, base + 4 * n, 4)))
-            c_outputs = ffi.from_buffer("int8_t[]", array("b", [1 if o else 0 for o in outputs]))
             batch = ffi.new("struct llama_batch *")
             batch.n_tokens, batch.token, batch.pos = n, c_tokens, c_positions
             batch.n_seq_id, batch.seq_id, batch.logits = c_counts, c_seq_pointers, c_outputs

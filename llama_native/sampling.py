@@ -104,8 +104,10 @@ class SamplerChain(Handle):
         Raises:
             CallFailed: the chain chose nothing.
         """
-        with self.library.calling() as (ffi, lib):
-            data = ffi.from_buffer("llama_token_data[]", candidates, require_writable=True)
+        with (
+            self.library.calling() as (ffi, lib),
+            ffi.from_buffer("llama_token_data[]", candidates, require_writable=True) as data,
+        ):
             array = ffi.new("llama_token_data_array *")
             array.data, array.size, array.selected, array.sorted = data, n, -1, False
             lib.llama_sampler_apply(self.pointer, array)

@@ -73,14 +73,13 @@ def sequence_state_set(context: Context, buffer: Buffer, seq_id: int) -> int:
 def _get(context: Context, function: str, buffer: Buffer, *seq_id: int) -> int:
     with context.library.calling() as (ffi, lib):
         lib.llama_synchronize(context.pointer)
-        view = ffi.from_buffer("uint8_t[]", buffer, require_writable=True)
-        n = int(getattr(lib, function)(context.pointer, view, len(view), *seq_id))
+        with ffi.from_buffer("uint8_t[]", buffer, require_writable=True) as view:
+            n = int(getattr(lib, function)(context.pointer, view, len(view), *seq_id))
     return _checked(context, function, n)
 
 
 def _set(context: Context, function: str, buffer: Buffer, *seq_id: int) -> int:
-    with context.library.calling() as (ffi, lib):
-        view = ffi.from_buffer("uint8_t[]", buffer)
+    with context.library.calling() as (ffi, lib), ffi.from_buffer("uint8_t[]", buffer) as view:
         n = int(getattr(lib, function)(context.pointer, view, len(view), *seq_id))
     return _checked(context, function, n)
 

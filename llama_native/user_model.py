@@ -161,7 +161,8 @@ def _put(ffi: Any, lib: Any, tensor: Any, slot: TensorSlot, data: bytes | bytear
     view = memoryview(data).cast("B")
     if len(view) != slot.n_bytes:
         raise ValueError(f"tensor {slot.name} takes {slot.n_bytes} bytes, {len(view)} were given")
-    lib.ggml_backend_tensor_set(tensor, ffi.from_buffer("uint8_t[]", view), 0, slot.n_bytes)
+    with ffi.from_buffer("uint8_t[]", view) as pointer:
+        lib.ggml_backend_tensor_set(tensor, pointer, 0, slot.n_bytes)
 
 
 def _set_value(ffi: Any, lib: Any, gguf: Any, item: MetaValue) -> None:
