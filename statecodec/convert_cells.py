@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from statecodec.errors import NotRepresentable
+from statecodec.errors import NotRepresentable, raises_bare
 from statecodec.image import (
     AttentionSection,
     Change,
@@ -37,6 +37,7 @@ from statecodec.regroup import (
 from statecodec.views import Rows
 
 
+@raises_bare
 def to_streams(image: StateImage, n_stream: int) -> StateImage:
     """Keep attention cells in one stream for all sequences (1), or in one for each.
 
@@ -97,6 +98,7 @@ def _take_recurrent(section: RecurrentSection, index: Index, seq_ids: Sequence[i
     return replace(section, cells=take_cells(section.cells, index, seq_ids), layers=layers)
 
 
+@raises_bare
 def extract(image: StateImage, seq_id: int, *, as_id: int | None = None) -> StateImage:
     """One sequence of a context as a sequence blob.
 
@@ -149,6 +151,7 @@ def extract(image: StateImage, seq_id: int, *, as_id: int | None = None) -> Stat
     return changed(taken, sections, Change(f"sequence {seq_id} taken out"))
 
 
+@raises_bare
 def merge(states: Mapping[int, StateImage], *, architecture: str, n_stream: int = 1) -> StateImage:
     """Sequence states as one context state.
 
@@ -233,6 +236,7 @@ def _joined_recurrent(parts: Sequence[RecurrentSection]) -> RecurrentSection:
     return replace(parts[0], cells=join_cells([part.cells for part in parts]), layers=tuple(layers))
 
 
+@raises_bare
 def renumber(image: StateImage, ids: Mapping[int, int]) -> StateImage:
     """Give sequences other ids.
 

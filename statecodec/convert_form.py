@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from statecodec.errors import NotRepresentable
+from statecodec.errors import NotRepresentable, raises_bare
 from statecodec.image import (
     AttentionSection,
     Change,
@@ -32,6 +32,7 @@ from statecodec.regroup import (
 from statecodec.views import Cells, Rotation
 
 
+@raises_bare
 def to_version(image: StateImage, version: int, *, rotation: Rotations = None) -> StateImage:
     """Write a state as another session version does (its sequence version goes with it: 9 and 2, 10 and 3, 11 and 4).
 
@@ -160,6 +161,7 @@ def _rotation(stream: KvStream, target: Layout, told: Rotation | None, warnings:
     raise NotRepresentable("rows", "an unknown rotation", "a version that says it", STATE_IT)
 
 
+@raises_bare
 def as_blob(image: StateImage) -> StateImage:
     """The state of a file as the blob that the library's calls take; tokens and version word stay behind.
 
@@ -174,6 +176,7 @@ def as_blob(image: StateImage) -> StateImage:
     return changed(bare, image.sections, Change("taken out of its file"))
 
 
+@raises_bare
 def as_file(image: StateImage, tokens: npt.NDArray[np.int32] | Sequence[int]) -> StateImage:
     """A blob as the file that the library's calls take.
 
@@ -206,6 +209,7 @@ def as_file(image: StateImage, tokens: npt.NDArray[np.int32] | Sequence[int]) ->
     return changed(filed, image.sections, Change("put into a file"))
 
 
+@raises_bare
 def carve_layers(image: StateImage, first: int, last: int) -> StateImage:
     """The part of a state that a device with some of the layers needs.
 
@@ -235,6 +239,7 @@ def carve_layers(image: StateImage, first: int, last: int) -> StateImage:
     return changed(image, carved, Change(f"layers {first} to {last - 1} carved out"))
 
 
+@raises_bare
 def join_layers(parts: Sequence[StateImage]) -> StateImage:
     """Ranges of layers of one state put together again, lowest first.
 

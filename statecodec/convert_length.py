@@ -15,11 +15,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from statecodec.errors import NotRepresentable
+from statecodec.errors import NotRepresentable, raises_bare
 from statecodec.image import AttentionSection, Change, KvStream, Outputs, RecurrentSection, StateImage, Tokens
 from statecodec.regroup import Index, cells_with, changed, require_whole, take
 
 
+@raises_bare
 def keep_first(image: StateImage, n_tokens: int) -> StateImage:
     """Keep what stands before a position, in every sequence.
 
@@ -43,6 +44,7 @@ def keep_first(image: StateImage, n_tokens: int) -> StateImage:
     return cut(image, ends, Change(f"positions below {n_tokens} kept"))
 
 
+@raises_bare
 def cut_at_gap(image: StateImage) -> StateImage:
     """Keep of every sequence what stands before its first missing position.
 

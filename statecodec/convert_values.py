@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from statecodec.errors import NotRepresentable
+from statecodec.errors import NotRepresentable, raises_bare
 from statecodec.image import Change, KvStream, StateImage
 from statecodec.quants import error_bound, from_floats, rotated, to_floats
 from statecodec.regroup import (
@@ -68,6 +68,7 @@ def v_fit(source: VForm, target: VForm) -> Fit:
     return Fit.REFUSED if VForm.ABSENT in {source, target} else Fit.CONVERTIBLE
 
 
+@raises_bare
 def to_v_trans(image: StateImage, *, v_trans: bool) -> StateImage:
     """Store V value by value (flash attention off) or cell by cell (on).
 
@@ -131,6 +132,7 @@ def turned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return out
 
 
+@raises_bare
 def to_types(
     image: StateImage,
     *,

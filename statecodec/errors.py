@@ -2,11 +2,20 @@
 
 The two roots are abstract: nothing raises them. Hostile bytes raise a `StateFormatError` and nothing else;
 `NotRepresentable` is for sound input that the wanted form cannot hold.
+
+An error holds no frame of this package, so it may be kept for as long as you like: the bytes that it is about can be
+released (unmapped, freed) at once.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+import functools
+from collections.abc import Callable
+from typing import ClassVar, ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Error = TypeVar("_Error", bound="StateCodecError")
 
 
 class StateCodecError(ValueError):
@@ -104,3 +113,28 @@ class NotRepresentable(StateCodecError):
     def __str__(self) -> str:
         """Say what does not fit, into what, and what to do."""
         return f"{self.what}: {self.found} cannot be held by {self.wanted}. {self.action}"
+
+
+def bare(error: _Error) -> _Error:
+    """Take from an error what would keep buffers alive: the frames that it went through, and the errors before it."""
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    return error
+
+
+def raises_bare(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let a function raise its errors without the frames inside it, which hold views of the caller's buffer."""
+
+    @functools.wraps(function)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return function(*args, **kwargs)
+        except StateCodecError as error:
+            failure = bare(error)
+        # This frame stays in the traceback: it must hold neither the buffer nor, in a circle, the error itself.
+        del args, kwargs
+        try:
+            raise failure
+        finally:
+            del failure
+
+    return called

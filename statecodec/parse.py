@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from statecodec.cursor import Cursor, view
 from statecodec.envelope import Envelope, envelopes, read_outputs
-from statecodec.errors import Ambiguous, StateFormatError, UnknownVersion
+from statecodec.errors import Ambiguous, StateFormatError, UnknownVersion, raises_bare
 from statecodec.facts import NO_FACTS, ModelFacts
 from statecodec.image import AttentionSection, Content, OpaqueSection, RecurrentSection, Section, StateImage
 from statecodec.layouts import LAYOUTS, Form, Grammar, Layout, grammars, patterns
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 Meaning = tuple[object, ...]
 
 
+@raises_bare
 def parse(buffer: Buffer, *, facts: ModelFacts | None = None, limits: Limits = DEFAULT_LIMITS) -> StateImage:
     """Read a state: a context blob, a sequence blob, a session file or a sequence file.
 

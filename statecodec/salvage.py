@@ -22,7 +22,15 @@ import numpy as np
 from statecodec.convert_length import cut, first_position
 from statecodec.cursor import Cursor, view
 from statecodec.envelope import LIST_OFFSET, Envelope, envelopes, listed_tokens, read_outputs
-from statecodec.errors import Ambiguous, NotRepresentable, StateFormatError, TrailingBytes, Truncated
+from statecodec.errors import (
+    Ambiguous,
+    NotRepresentable,
+    StateFormatError,
+    TrailingBytes,
+    Truncated,
+    bare,
+    raises_bare,
+)
 from statecodec.facts import NO_FACTS, ModelFacts
 from statecodec.image import AttentionSection, Change, Content, KvStream, Section, StateImage, Tokens
 from statecodec.layouts import LAYOUTS, Grammar, Layout, SectionKind, grammars
@@ -70,6 +78,7 @@ class Salvage:
         return self.tokens is not None and (self.damage is None or self.damage.offset >= ends)
 
 
+@raises_bare
 def salvage(buffer: Buffer, *, facts: ModelFacts | None = None, limits: Limits = DEFAULT_LIMITS) -> Salvage:
     """Keep what is sound of a state whose tail is missing or damaged.
 
@@ -94,7 +103,7 @@ def salvage(buffer: Buffer, *, facts: ModelFacts | None = None, limits: Limits =
     except Ambiguous:
         raise
     except StateFormatError as error:
-        damage = error
+        damage = bare(error)
     else:
         return Salvage(image, image.tokens)
     tokens = listed_tokens(Cursor(data), limits)

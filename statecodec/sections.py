@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from statecodec.cells import CellRule, min_cell_bytes, read_cells
 from statecodec.cursor import Cursor
-from statecodec.errors import BadField, Inconsistent, LimitExceeded, StateFormatError, TrailingBytes, Truncated
+from statecodec.errors import BadField, Inconsistent, LimitExceeded, StateFormatError, TrailingBytes, Truncated, bare
 from statecodec.image import AttentionSection, KvStream, OpaqueSection, RecurrentLayer, RecurrentSection, Section
 from statecodec.layouts import OPAQUE_MAGICS, ROTATION_MIN_BLOCK, Grammar, SectionKind
 from statecodec.limits import Limits
@@ -49,7 +49,7 @@ class Failures:
         """
         rank = (stage, progress, -family, depth)
         if rank > self._rank:
-            self.best = error
+            self.best = bare(error)
             self._rank = rank
 
     def worst(self) -> StateFormatError:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from statecodec.errors import Inconsistent
+from statecodec.errors import Inconsistent, raises_bare
 from statecodec.facts import NO_FACTS, ModelFacts
 from statecodec.image import AttentionSection, Content, OpaqueSection, RecurrentSection, StateImage
 from statecodec.tensor_types import TensorType
 from statecodec.views import Cells, Columns, Rows
 
 
+@raises_bare
 def validate(image: StateImage, facts: ModelFacts | None = None) -> None:
     """Check an image against itself and, where given, against the model and context.
 
