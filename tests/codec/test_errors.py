@@ -75,6 +75,8 @@ def caught(call: Callable[[], object]) -> StateCodecError:
     try:
         call()
     except StateCodecError as error:
+        # The error holds this frame.
+        del call
         return error
     raise AssertionError("nothing was refused")
 
