@@ -17,6 +17,7 @@ from splitctl.model.facts import ModelFacts
 from splitctl.model.slices import effective_split
 from splitctl.outcome import DOES_NOT_FIT
 from splitctl.placement import FlashAttn, Placement, SplitMode
+from splitctl.planning.cells import cache_tensors
 from splitctl.probing.verdicts import ProbeVerdict, Verdict
 from splitctl.switching import tables
 
@@ -410,6 +411,11 @@ def _conversion(case: _Case) -> Iterator[Finding]:
         needed.append(f"flash attention from {current.flash_attn.value} to {case.flash.value}")
     if current.n_streams != target.n_streams:
         needed.append(f"{current.n_streams} stream(s) of cells to {target.n_streams}")
+    elif case.facts.architecture in tables.OPAQUE_STATES:
+        old, new = (_n_compressed(case.facts, one) for one in (current, target))
+        if old != new:
+            flags = [f"-c {one.n_ctx} -np {one.n_seq_max}" for one in (current, target)]
+            needed.append(f"context from {flags[0]} to {flags[1]} ({old} compressed rows to {new})")
     for what in needed:
         if case.facts.architecture in tables.OPAQUE_STATES:
             text = (
@@ -423,6 +429,11 @@ def _conversion(case: _Case) -> Iterator[Finding]:
         else:
             text = f"needs conversion: {what}; allow it (without --no-convert), or keep it as it is"
             yield Finding(NEEDS_CONVERSION, text)
+
+
+def _n_compressed(facts: ModelFacts, placement: Placement) -> int:
+    """Count the rows of older tokens, all of which are written out whether they are in use or not."""
+    return sum(one.n_rows for one in cache_tensors(facts, placement) if one.section == "compressed")
 
 
 def _restore(case: _Case) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from llama_native import CallFailed, Library
-from splitctl import ConfigInvalid, SamplerSpec, Session, SplitMode, SwitchStatus
+from splitctl import ConfigInvalid, Refused, SamplerSpec, Session, SplitMode, SwitchStatus
 from splitctl.ipc.probes import Prober
 from splitctl.model.facts import read_facts
 from tests.real.conftest import RPC, base
@@ -152,6 +152,20 @@ def test_what_tensor_mode_cannot_take_is_refused_and_the_session_goes_on(
     assert _ids(session, 6) == _ids(straight, 6)
 
 
+@pytest.mark.parametrize(("n_ctx", "is_refused"), [(2048, True), (512, False)])
+def test_a_state_that_is_carried_whole_refuses_another_size_before_anything_is_freed(
+    open_dummy: Open, n_ctx: int, is_refused: bool
+) -> None:
+    """What deepseek4 keeps of older tokens is written whole: 512 tokens of context keep as many rows as 1024 do."""
+    session, straight = open_dummy("deepseek4", n_ctx=1024), open_dummy("deepseek4", n_ctx=1024)
+    for one in (session, straight):
+        one.prefill(TOKENS)
+    outcome = session.switch(session.placement.changed(n_ctx=n_ctx))
+    assert [one.code for one in outcome.reasons] == (["cannot-convert"] if is_refused else [])
+    assert (outcome.stages_ms.freeing is None) == is_refused
+    assert _ids(session, 6) == _ids(straight, 6)
+
+
 @pytest.mark.every_build
 @pytest.mark.parametrize("changed", [OTHER_SHARES, {"mode": SplitMode.TENSOR}], ids=["other shares", "tensor"])
 def test_s18_an_encoder_has_nothing_to_carry_and_moves(
@@ -206,7 +220,7 @@ def test_more_than_an_encoder_reads_at_once_is_an_error_and_no_abort(
         assert [one.code for one in outcome.reasons] == ["encoder-prompt-too-long"]
         session.save(tmp_path / "carry")
         narrow = open_dummy(recipe, n_ubatch=32)
-        with pytest.raises(ConfigInvalid, match=r"60 for the encoder.*32 at most"):
+        with pytest.raises(Refused, match=r"read 60 tokens.*holds 32; ask for -ub 60"):
             narrow.restore(tmp_path / "carry")
         narrow.prefill(SHORT[:20])
         assert len(_ids(session, 2)) == len(_ids(narrow, 2)) == 2

@@ -350,6 +350,37 @@ def test_what_cannot_be_converted_is_refused_before_anything_is_freed(
     assert any(word in one.text for one in found)
 
 
+_DSV4 = model_facts(
+    architecture="deepseek4",
+    n_head_kv=(1,),
+    metadata=(("attention.compress_ratios", (4, 128, 4, 0)), ("attention.indexer.key_length", 32)),
+)
+
+
+@pytest.mark.parametrize(
+    ("start", "change", "is_refused"),
+    [
+        ({"n_ctx": 1024}, {"n_ctx": 2048}, True),
+        ({"n_ctx": 2048}, {"n_ctx": 1024}, True),
+        ({"n_ctx": 512, "n_seq_max": 2, "kv_unified": True}, {"n_ctx": 2048}, True),
+        ({"n_ctx": 2048, "n_seq_max": 2, "kv_unified": True}, {"n_seq_max": 3}, True),
+        ({"n_ctx": 256}, {"n_ctx": 1024}, False),
+        ({"n_ctx": 512, "n_seq_max": 2}, {"n_ctx": 2048}, False),
+        ({"n_ctx": 2048}, {"n_ubatch": 16}, False),
+    ],
+)
+def test_a_state_that_is_carried_whole_fits_only_a_context_of_its_size(
+    start: dict[str, object], change: dict[str, object], is_refused: bool
+) -> None:
+    """What deepseek4 keeps of older tokens is written whole, so a context that keeps more or less cannot take it.
+
+    Source: the same switches of a real build, which failed after everything was freed where this says refused.
+    """
+    current = dataclasses.replace(LAYER, **start)  # type: ignore[arg-type]
+    found = blocking(_DSV4, dataclasses.replace(current, **change), current=current)  # type: ignore[arg-type]
+    assert found == (["cannot-convert"] if is_refused else [])
+
+
 def test_the_same_layout_needs_none() -> None:
     """Unified sequences are one stream however many, and a recurrent or opening session has nothing to convert."""
     assert blocking(model_facts(), dataclasses.replace(LAYER, n_seq_max=4, kv_unified=True)) == []
