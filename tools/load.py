@@ -58,6 +58,7 @@ class Answer:
         status: HTTP status.
         error: what was wrong, if anything.
         n_counted: tokens by the server's count.
+        stop_type: what ended it, in llama-server's words.
     """
 
     prompt: int
@@ -68,6 +69,7 @@ class Answer:
     status: int = 0
     error: str = ""
     n_counted: int = -1
+    stop_type: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +161,10 @@ def _take(answer: Answer, body: dict[str, Any]) -> None:
         answer.text += choice["text"]
         answer.tokens += choice.get("tokens", [])
         answer.times += [time.monotonic()] * bool(choice.get("tokens"))
+    answer.stop_type = body.get("stop_type", answer.stop_type)
     if body.get("usage"):
-        answer.n_counted = body["usage"]["completion_tokens"]
+        # The server counts the token that ended the answer as well, and does not send it.
+        answer.n_counted = body["usage"]["completion_tokens"] - (answer.stop_type == "eos")
 
 
 async def load(

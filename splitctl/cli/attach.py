@@ -200,10 +200,11 @@ def _line_of(event: dict[str, Any]) -> str:
 
 
 def _rates(body: dict[str, Any]) -> str:
-    def rate(n: int, ms: float) -> str:
-        return f"{n} tokens at {n / ms * 1e3:,.1f} tokens/s" if n and ms else f"{n} tokens"
+    def rate(n: int, ms: float, n_timed: int) -> str:
+        return f"{n} tokens at {n_timed / ms * 1e3:,.1f} tokens/s" if n_timed > 0 and ms else f"{n} tokens"
 
     n_read = body["n_prompt"] - body["n_reused"]
     held = f", {body['n_reused']} held already" if body["n_reused"] else ""
-    generated = rate(body["n_predicted"], body["generate_ms"])
-    return f"prompt {rate(n_read, body['prompt_ms'])}{held}, generate {generated} ({body['why']})"
+    # The first token comes from the prompt's last decode; the one that ends the answer has a decode of its own.
+    generated = rate(body["n_predicted"], body["generate_ms"], body["n_predicted"] - (body["why"] != "eos"))
+    return f"prompt {rate(n_read, body['prompt_ms'], n_read)}{held}, generate {generated} ({body['why']})"

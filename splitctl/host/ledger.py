@@ -56,9 +56,10 @@ class StreamJob:
         is_over: its client has its last event; the sequence is free once the worker has said so too.
         seq_id: the sequence it is on; None while it waits.
         n_reused: tokens of the prompt that the sequence held before; None until the worker said.
-        prompt_ms: time spent reading, ms; all workers together.
-        generate_ms: time of the steps that served it, ms.
-        read_before_ms: the part of prompt_ms that workers took which are gone.
+        prompt_ms: time until its first token was drawn, ms; all workers together.
+        generate_ms: time of the steps that drew the other tokens, ms.
+        n_read: tokens that this worker has read for it.
+        read_ms: time that this worker took to read them, ms.
         n_losses: workers that were lost over it, one after the other, without a token of its own in between.
     """
 
@@ -74,7 +75,8 @@ class StreamJob:
     n_reused: int | None = None
     prompt_ms: float = 0.0
     generate_ms: float = 0.0
-    read_before_ms: float = 0.0
+    n_read: int = 0
+    read_ms: float = 0.0
     n_losses: int = 0
 
     @property
@@ -104,6 +106,27 @@ class StreamJob:
             is_pending=bool(self.drawn),
             n_delivered=len(self.drawn),
         )
+
+
+@dataclass(slots=True)
+class Totals:
+    """What all workers of a session have read and drawn, whatever became of the streams that it was for.
+
+    Attributes:
+        n_read: tokens of prompts that were read; those read again in another worker count again.
+        n_reused: tokens of prompts that a sequence held already.
+        prompt_ms: time until the first tokens were drawn, ms.
+        n_drawn: tokens drawn, those that end an answer included.
+        generate_ms: time of the steps that drew the other tokens, ms, summed over the streams.
+        n_tokens_max: most tokens that a sequence has held.
+    """
+
+    n_read: int = 0
+    n_reused: int = 0
+    prompt_ms: float = 0.0
+    n_drawn: int = 0
+    generate_ms: float = 0.0
+    n_tokens_max: int = 0
 
 
 @dataclass(slots=True)
@@ -143,6 +166,7 @@ class Ledger:
     Attributes:
         rows: all sequences, by id.
         jobs: all streams that have their tokens and are not over, by number.
+        totals: what was read and drawn since the session began.
         version: grows whenever a sequence changes.
 
     Thread: the supervisor's loop, alone.
@@ -152,6 +176,7 @@ class Ledger:
         self.rows = [SequenceRow(seq_id) for seq_id in range(n_seq_max)]
         self.jobs: dict[int, StreamJob] = {}
         self.version = 0
+        self.totals = Totals()
         self._has_worker = True
         self._steps: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
         self._last_read = (0, 0.0)
@@ -249,6 +274,7 @@ class Ledger:
         n_whole = len(job.prompt) + len(job.drawn)
         if not 0 <= report.n_reused <= report.n_done <= n_whole:
             raise ReportWrong(f"{report.n_done} tokens read of {n_whole}, {report.n_reused} of them held before")
+        ms = self._count_read(job, report)
         if job.drawn:
             # A stream that goes on: what was drawn stays, whatever of it is read again.
             return None if job.is_over else job
@@ -257,33 +283,51 @@ class Ledger:
         self._touch(row)
         if job.n_reused is None:
             job.n_reused = report.n_reused
-        job.prompt_ms = job.read_before_ms + report.ms
+            self.totals.n_reused += report.n_reused
+        job.prompt_ms += ms
         self._last_read = (report.n_done - report.n_reused, report.ms)
         return None if job.is_over else job
+
+    def _count_read(self, job: StreamJob, report: Reading) -> float:
+        """Count what a worker has read for a stream since its last report; gives the time that it took, ms."""
+        n_read = report.n_done - report.n_reused
+        n, ms = max(n_read - job.n_read, 0), max(report.ms - job.read_ms, 0.0)
+        job.n_read, job.read_ms = n_read, report.ms
+        self.totals.n_read += n
+        self.totals.prompt_ms += ms
+        return ms
 
     def step(self, report: Step) -> list[tuple[StreamJob, Drawn]]:
         """Record the tokens of a decode; gives those whose clients wait for them."""
         delivered = []
+        n_decoded = 0
         for drawn in report.tokens:
             job, row = self._on_row(drawn.stream, "a token")
             if job.is_ended:
                 raise ReportWrong(f"a token of stream {job.number} after the one that ended it")
             if drawn.n_draws < job.n_draws:
                 raise ReportWrong(f"{drawn.n_draws} random draws of stream {job.number}, and {job.n_draws} before")
-            if not job.drawn:
-                # Its first token proves that the prompt was read, whether that was reported or not.
+            if job.drawn:
+                job.generate_ms += report.ms
+                self.totals.generate_ms += report.ms
+                n_decoded += 1
+            else:
+                # Its first token proves that the prompt was read, whether that was reported or not.  It comes from the
+                # last decode of the prompt, and is the end of that.
                 row.tokens[:] = job.prompt
+                job.prompt_ms += report.ms
+                self.totals.prompt_ms += report.ms
+            self.totals.n_drawn += 1
             row.tokens.append(drawn.token)
             row.is_pending = True
             row.n_draws = job.n_draws = drawn.n_draws
             job.drawn.append(drawn.token)
             job.is_ended = drawn.is_end
-            job.generate_ms += report.ms
             job.n_losses = 0
             self._touch(row)
             if not job.is_over:
                 delivered.append((job, drawn))
-        self._steps.append((len(report.tokens), report.ms))
+        self._steps.append((n_decoded, report.ms))
         return delivered
 
     def ended(self, report: Ended) -> StreamJob | None:
@@ -315,7 +359,7 @@ class Ledger:
                 row.stream = None
                 del self.jobs[job.number]
             else:
-                job.read_before_ms = job.prompt_ms
+                job.n_read, job.read_ms = 0, 0.0
                 job.n_losses += 1
 
     def resume(self) -> tuple[list[Start], list[StreamJob]]:
@@ -359,6 +403,7 @@ class Ledger:
     def _touch(self, row: SequenceRow) -> None:
         self.version += 1
         row.used_at = self.version
+        self.totals.n_tokens_max = max(self.totals.n_tokens_max, len(row.tokens))
 
 
 def choose_row(rows: Sequence[SequenceRow], prompt: Sequence[int]) -> SequenceRow | None:

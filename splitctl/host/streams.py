@@ -99,8 +99,8 @@ class Done:
         n_prompt: tokens of the prompt.
         n_reused: those of them that the sequence held already.
         n_predicted: tokens of the answer.
-        prompt_ms: time spent reading the prompt, ms.
-        generate_ms: time of the decodes that served it, ms.
+        prompt_ms: time until the first token was drawn, ms.
+        generate_ms: time of the steps that drew the others, ms.
         message: what went wrong, for a person; empty where nothing did.
         fault: whose fault it was; None where nothing went wrong, or nobody knows.
     """
@@ -113,6 +113,11 @@ class Done:
     generate_ms: float = 0.0
     message: str = ""
     fault: Fault | None = None
+
+    @property
+    def n_drawn(self) -> int:
+        """Tokens that were drawn: those of the answer, and one that ended it."""
+        return self.n_predicted + (self.why is Why.EOS)
 
 
 StreamEvent = Begun | Delta | Paused | Resumed | Done

@@ -252,6 +252,7 @@ class Supervisor:
             "streams": self._streams.n_open,
             "queued": self._streams.n_waiting,
             "tokens_per_second": ledger.tokens_per_second,
+            "totals": to_plain(ledger.totals),
             "stage": None if switch is None else switch.stage.value,
             "on_trial": switches.trial is not None,
             "last_switch": last,

@@ -83,7 +83,7 @@ class Admin:
                 "devices": self._devices.read(status),
                 "build_info": model.get("build"),
                 "total_slots": placement.get("n_seq_max"),
-                "default_generation_settings": {"n_ctx": placement.get("n_ctx")},
+                "default_generation_settings": {"n_ctx": room_of(placement)},
                 "split_mode": {"requested": status.get("requested"), "effective": status.get("effective")},
                 "placement": placement,
                 "session": status.get("name"),

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from splitctl.host.ledger import per_second
 from splitctl.host.streams import Done, Why
 
+#: Why an answer ended -> OpenAI's finish_reason and llama-server's stop_type.
 _FINISH = {
-    Why.EOS: "stop",
-    Why.STOP: "stop",
-    Why.LENGTH: "length",
-    Why.CONTEXT: "length",
+    Why.EOS: ("stop", "eos"),
+    Why.STOP: ("stop", "word"),
+    Why.LENGTH: ("length", "limit"),
+    Why.CONTEXT: ("length", "limit"),
 }
 
 #: The last line of a stream that ended well.
@@ -33,7 +33,7 @@ def comment(text: str) -> bytes:
 
 def finish_reason(why: Why) -> str | None:
     """Say in OpenAI's words why an answer ended; None where it did not end well."""
-    return _FINISH.get(why)
+    return _FINISH[why][0] if why in _FINISH else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Form:
         if self.with_tokens:
             choice["tokens"] = list(tokens)
         kind = "chat.completion" if self.is_chat else "text_completion"
-        return {**self._head(kind), "choices": [choice], "usage": usage(done), "timings": timings(done)}
+        return {**self._head(kind), "choices": [choice], "usage": usage(done), **_ending(done)}
 
     def first(self) -> dict[str, Any] | None:
         """Give the chunk that opens a stream; only a chat has one."""
@@ -82,7 +82,7 @@ class Form:
     def last(self, done: Done) -> dict[str, Any]:
         """Give the chunk that says why the answer ended."""
         chunk = self._chunk({"delta": {}} if self.is_chat else {"text": ""}, finish_reason(done.why))
-        return {**chunk, "timings": timings(done)}
+        return {**chunk, **_ending(done)}
 
     def counts(self, done: Done) -> dict[str, Any]:
         """Give the chunk with the counts alone."""
@@ -103,24 +103,43 @@ class Form:
 
 
 def usage(done: Done) -> dict[str, Any]:
-    """Count tokens as OpenAI does."""
+    """Count tokens as OpenAI and llama-server do, a token that ended the answer included."""
     return {
         "prompt_tokens": done.n_prompt,
-        "completion_tokens": done.n_predicted,
-        "total_tokens": done.n_prompt + done.n_predicted,
+        "completion_tokens": done.n_drawn,
+        "total_tokens": done.n_prompt + done.n_drawn,
         "prompt_tokens_details": {"cached_tokens": done.n_reused},
     }
 
 
+def _ending(done: Done) -> dict[str, Any]:
+    """Say how an answer ended as llama-server does: truncated tells a full context from a limit that was asked for."""
+    return {
+        "truncated": done.why is Why.CONTEXT,
+        "stop_type": _FINISH[done.why][1] if done.why in _FINISH else "none",
+        "timings": timings(done),
+    }
+
+
 def timings(done: Done) -> dict[str, Any]:
-    """Give times as llama-server does: prompt_n counts what was read, cache_n what was held before."""
-    n_read = done.n_prompt - done.n_reused
+    """Give times as llama-server does: prompt_n counts what was read, cache_n what was held before.
+
+    The first token comes from the prompt's last decode: it counts in no rate, and its time is the prompt's. A rate of
+    nothing is 0.
+    """
+    n_read, n_steps = done.n_prompt - done.n_reused, max(done.n_drawn - 1, 0)
     return {
         "cache_n": done.n_reused,
         "prompt_n": n_read,
         "prompt_ms": done.prompt_ms,
-        "prompt_per_second": per_second(n_read, done.prompt_ms),
-        "predicted_n": done.n_predicted,
+        "prompt_per_token_ms": _ratio(done.prompt_ms, n_read),
+        "prompt_per_second": _ratio(n_read * 1e3, done.prompt_ms),
+        "predicted_n": done.n_drawn,
         "predicted_ms": done.generate_ms,
-        "predicted_per_second": per_second(done.n_predicted, done.generate_ms),
+        "predicted_per_token_ms": _ratio(done.generate_ms, n_steps),
+        "predicted_per_second": _ratio(n_steps * 1e3, done.generate_ms),
     }
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0

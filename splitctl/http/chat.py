@@ -25,7 +25,7 @@ from splitctl.host.streams import Begun, Delta, Done, Paused, Why
 from splitctl.http import answers, bodies
 from splitctl.http.answers import Form
 from splitctl.http.bodies import Asked, Body
-from splitctl.http.errors import ApiError
+from splitctl.http.errors import ApiError, prompt_too_long
 from splitctl.http.intake import Intake
 from splitctl.http.sse import EventStream, unless_gone
 from splitctl.ipc.jobs import Fault
@@ -45,6 +45,8 @@ class _Answer:
         self._n_bytes = n_bytes
         self._is_over = False
         self.stream: TokenStream | None = None
+        self.why = Why.CANCELLED
+        """What ended the stream, as soon as that is known."""
 
     def end(self) -> None:
         """Release everything, once; a stream that goes on is cancelled."""
@@ -52,7 +54,7 @@ class _Answer:
             self.stream.cancel()
         if not self._is_over:
             self._is_over = True
-            self._chat.ended(self._n_bytes)
+            self._chat.ended(self._n_bytes, None if self.stream is None else self.why)
 
 
 class Chat:
@@ -61,11 +63,11 @@ class Chat:
     Thread: the loop's.
     """
 
-    def __init__(self, host: SessionService, intake: Intake, on_done: Callable[[Done], None]) -> None:
-        """Answer from a session; `on_done` is called with the end of every answer."""
+    def __init__(self, host: SessionService, intake: Intake, on_end: Callable[[Why], None]) -> None:
+        """Answer from a session; `on_end` is called with the end of every generation."""
         self._host = host
         self._intake = intake
-        self._on_done = on_done
+        self._on_end = on_end
         self._n_open = 0
         self._n_held = 0
         self._is_draining = False
@@ -79,8 +81,10 @@ class Chat:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
 
-    def ended(self, n_bytes: int) -> None:
-        """Note that the answer to a request of ``n_bytes`` is over."""
+    def ended(self, n_bytes: int, why: Why | None) -> None:
+        """Note that the answer to a request of ``n_bytes`` is over, and why; None: its generation never began."""
+        if why is not None:
+            self._on_end(why)
         self._n_open -= 1
         self._n_held -= n_bytes
         if not self._n_open:
@@ -129,13 +133,13 @@ class Chat:
         try:
             stream = answer.stream = await self._generate(asked)
             if not asked.is_stream:
-                return await self._whole(request, stream, form)
-            first = await unless_gone(request.receive, self._first_of(stream))
+                return await self._whole(request, answer, stream, form)
+            first = await unless_gone(request.receive, self._first_of(answer, stream))
         except BaseException:
             answer.end()
             raise
         else:
-            chunks = self._chunks(stream, form, first)
+            chunks = self._chunks(answer, stream, form, first)
             return EventStream(chunks, on_gone=answer.end, write_s=self._intake.limits.write_s)
         finally:
             if not asked.is_stream:
@@ -173,12 +177,14 @@ class Chat:
         tokens = asked.request.tokens
         if tokens is not None and n_vocab and max(tokens) >= int(n_vocab):
             raise ApiError(400, f"prompt has token {max(tokens)}; the model has 0 to {n_vocab - 1}", param="prompt")
-        if room and (len(tokens) > room if tokens is not None else asked.n_text_bytes > room * _MAX_BYTES_PER_TOKEN):
-            found = f"{asked.n_text_bytes} bytes" if tokens is None else f"{len(tokens)} tokens"
-            message = f"the prompt of {found} does not fit: n_ctx is {room} tokens a sequence"
-            raise ApiError(400, message, code="context_length_exceeded")
+        if not room or not n_vocab:
+            # Loading: what the context will be is known when it is there.
+            return
+        n_least = -(-asked.n_text_bytes // _MAX_BYTES_PER_TOKEN) if tokens is None else len(tokens)
+        if n_least > room:
+            raise prompt_too_long(n_least, room, at_least=tokens is None)
 
-    async def _whole(self, request: Request, stream: TokenStream, form: Form) -> Response:
+    async def _whole(self, request: Request, answer: _Answer, stream: TokenStream, form: Form) -> Response:
         """Wait for the whole answer."""
 
         async def collect() -> tuple[list[Delta], Done]:
@@ -191,13 +197,15 @@ class Chat:
             raise ApiError(503, "the session was closed", code="closed")
 
         pieces, done = await unless_gone(request.receive, collect())
-        self._on_done(done)
+        answer.why = done.why
         if (failure := self._failure(done)) is not None:
             raise failure
         tokens = [one.token for one in pieces if one.token is not None]
         return JSONResponse(form.whole("".join(one.text for one in pieces), done, tokens))
 
-    async def _chunks(self, stream: TokenStream, form: Form, event: Any) -> AsyncGenerator[bytes, None]:
+    async def _chunks(
+        self, answer: _Answer, stream: TokenStream, form: Form, event: Any
+    ) -> AsyncGenerator[bytes, None]:
         """Yield the bytes of a stream; `event` is its first one, None if that has not come within a while."""
         if (opening := form.first()) is not None:
             yield answers.data(opening)
@@ -209,7 +217,7 @@ class Chat:
                 case Paused(why=why):
                     yield answers.comment(f"waiting: {why}")
                 case Done():
-                    self._on_done(event)
+                    answer.why = event.why
                     for part in self._ending(form, event):
                         yield part
                     return
@@ -224,7 +232,7 @@ class Chat:
         counts = [answers.data(form.counts(done))] if form.with_usage else []
         return [answers.data(form.last(done)), *counts, answers.DONE]
 
-    async def _first_of(self, stream: TokenStream) -> Any:
+    async def _first_of(self, answer: _Answer, stream: TokenStream) -> Any:
         """Wait for the first event that shows that tokens will come; raise an error that comes before it.
 
         It is None if none came within a while, so that the client gets its headers.
@@ -234,7 +242,7 @@ class Chat:
             async with asyncio.timeout(_SILENCE_S):
                 async for event in stream:
                     if isinstance(event, Done) and (failure := self._failure(event)) is not None:
-                        self._on_done(event)
+                        answer.why = event.why
                         raise failure
                     # A prompt that cannot fit is begun all the same, and ends before its first token.
                     if isinstance(event, Delta | Done) or (isinstance(event, Begun) and event.n_prompt < room):
@@ -244,8 +252,11 @@ class Chat:
     def _failure(self, done: Done) -> ApiError | None:
         """Return the error of an answer that failed; None if it ended well."""
         if done.why is Why.CONTEXT and not done.n_predicted:
-            message = done.message or f"the prompt of {done.n_prompt} tokens does not fit the context"
-            return ApiError(400, message, code="context_length_exceeded")
+            room = room_of(self._host.status().get("placement") or {})
+            if done.n_prompt > room:
+                return prompt_too_long(done.n_prompt, room)
+            # It would fit alone.  How much others hold is not for this client.
+            return ApiError(429, "the cache is full with other requests; try again", code="cache_full")
         if answers.finish_reason(done.why) is not None:
             return None
         if done.why is Why.CANCELLED or self._host.status()["state"] in {"stopping", "parked"}:

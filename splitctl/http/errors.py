@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -54,19 +55,37 @@ _ANSWERS: dict[type[SplitctlError], tuple[int, str]] = {
 class ApiError(Exception):
     """A request that gets an error for an answer."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        """Build from a status (400 to 599), a line for a person, the field at fault and a short word for programs."""
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Build from what the answer says.
+
+        Args:
+            status: 400 to 599.
+            message: a line for a person.
+            param: the field at fault.
+            code: a short word for programs.
+            more: further fields of the error object; a type among them replaces that of the status.
+        """
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self._more = dict(more or {})
         super().__init__(message)
 
     @property
     def body(self) -> dict[str, Any]:
         """The object that OpenAI's clients read."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": {**error, **self._more}}
 
     def response(self) -> JSONResponse:
         """Give the answer."""
@@ -77,6 +96,23 @@ class ApiError(Exception):
             # What still comes is no request.
             headers["Connection"] = "close"
         return JSONResponse(self.body, self.status, headers)
+
+
+def prompt_too_long(n_prompt: int, n_ctx: int, *, at_least: bool = False) -> ApiError:
+    """Refuse a prompt that no sequence can hold, in llama-server's words, and with OpenAI's code.
+
+    Args:
+        n_prompt: tokens of the prompt.
+        n_ctx: tokens that a sequence can hold.
+        at_least: the prompt was not counted, and has more.
+    """
+    found = f"at least {n_prompt}" if at_least else str(n_prompt)
+    return ApiError(
+        400,
+        f"request ({found} tokens) exceeds the available context size ({n_ctx} tokens), try increasing it",
+        code="context_length_exceeded",
+        more={"type": "exceed_context_size_error", "n_prompt_tokens": n_prompt, "n_ctx": n_ctx},
+    )
 
 
 def api_error(error: SplitctlError) -> ApiError:

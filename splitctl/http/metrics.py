@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from splitctl.control.server import SessionService
 from splitctl.host.config import HostState
-from splitctl.host.streams import Done
+from splitctl.host.streams import Why
 from splitctl.placement import SplitMode
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -32,28 +31,21 @@ class Metrics:
         # When a counter began says nothing here: all begin with the server.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
-        counter = functools.partial(Counter, registry=self._registry)
-        self._requests = counter("splitctl_http_requests", "Answers by route and status.", ("route", "status"))
-        self._answers = counter("splitctl_answers", "Generations over HTTP by what ended them.", ("why",))
-        self._prompt = counter("llamacpp:prompt_tokens", "Prompt tokens processed.")
-        self._prompt_s = counter("llamacpp:prompt_seconds", "Prompt process time.")
-        self._predicted = counter("llamacpp:tokens_predicted", "Generation tokens processed.")
-        self._predicted_s = counter("llamacpp:tokens_predicted_seconds", "Predict process time.")
-        self._reused = counter("splitctl_prompt_tokens_reused", "Prompt tokens that a sequence held already.")
+        self._requests = Counter(
+            "splitctl_http_requests", "Answers by route and status.", ("route", "status"), registry=self._registry
+        )
+        self._answers = Counter(
+            "splitctl_answers", "Generations over HTTP by what ended them.", ("why",), registry=self._registry
+        )
         self._registry.register(_Session(host))
 
     def request(self, route: str, status: int) -> None:
         """Count an answer."""
         self._requests.labels(route, str(status)).inc()
 
-    def done(self, done: Done) -> None:
+    def done(self, why: Why) -> None:
         """Count a generation."""
-        self._answers.labels(done.why.value).inc()
-        self._prompt.inc(max(done.n_prompt - done.n_reused, 0))
-        self._reused.inc(done.n_reused)
-        self._prompt_s.inc(done.prompt_ms * _MS)
-        self._predicted.inc(done.n_predicted)
-        self._predicted_s.inc(done.generate_ms * _MS)
+        self._answers.labels(why.value).inc()
 
     def text(self) -> bytes:
         """Give all of it in Prometheus's text format."""
@@ -71,12 +63,13 @@ class _Session(Collector):
         status = self._host.status()
         sequences: list[dict[str, Any]] = list(status["sequences"])
         n_busy = sum(one["state"] != "idle" for one in sequences)
-        rates = status.get("tokens_per_second") or {}
+        rates, totals = status.get("tokens_per_second") or {}, status.get("totals") or {}
         for name, text, value in (
             ("llamacpp:prompt_tokens_seconds", "Average prompt throughput in tokens/s.", rates.get("prompt")),
             ("llamacpp:predicted_tokens_seconds", "Average generation throughput in tokens/s.", rates.get("generate")),
             ("llamacpp:requests_processing", "Number of requests processing.", n_busy),
             ("llamacpp:requests_deferred", "Number of requests deferred.", status.get("queued")),
+            ("llamacpp:n_tokens_max", "Largest observed sequence length.", totals.get("n_tokens_max")),
             ("splitctl_sequences", "Sequences that there are.", len(sequences)),
             ("splitctl_tokens_held", "Tokens that all sequences hold.", sum(one["n_tokens"] for one in sequences)),
         ):
@@ -90,6 +83,11 @@ class _Session(Collector):
             mode.add_metric([offered.value], float(offered.value == status.get("effective")))
         yield mode
         for name, text, value in (
+            ("llamacpp:prompt_tokens", "Prompt tokens processed, without cached ones.", totals.get("n_read")),
+            ("llamacpp:prompt_tokens_cached", "Prompt tokens that a sequence held already.", totals.get("n_reused")),
+            ("llamacpp:prompt_seconds", "Prompt process time.", totals.get("prompt_ms", 0.0) * _MS),
+            ("llamacpp:tokens_predicted", "Generation tokens processed.", totals.get("n_drawn")),
+            ("llamacpp:tokens_predicted_seconds", "Predict process time.", totals.get("generate_ms", 0.0) * _MS),
             ("splitctl_worker_restarts", "Workers that were lost and replaced.", status.get("worker_restarts")),
             ("splitctl_recomputed", "Times that tokens had to be read again.", status.get("recomputed")),
         ):

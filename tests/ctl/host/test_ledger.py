@@ -259,14 +259,42 @@ def test_sequences_come_and_go_with_the_placement() -> None:
 
 
 def test_rates_are_those_of_what_was_read_and_drawn_lately() -> None:
-    """Tokens that were reused count for nothing; steps count with all their streams; nothing measured is None."""
+    """Tokens that were reused, and first ones, count for nothing; steps count with all their streams."""
     ledger = Ledger(2)
     assert ledger.tokens_per_second == {"prompt": None, "generate": None}
     ledger = _running(2, _job(1), _job(2))
     ledger.reading(Reading(1, 3, 1, 4.0))
+    ledger.step(_step(1, 2, ms=0.001))
+    assert ledger.tokens_per_second == {"prompt": 500.0, "generate": None}
     ledger.step(_step(1, 2, ms=8.0))
-    assert ledger.tokens_per_second == {"prompt": 500.0, "generate": 250.0}
-    assert ledger.jobs[1].generate_ms == 8.0
+    assert ledger.tokens_per_second == {"prompt": 500.0, "generate": pytest.approx(250.0, rel=1e-3)}
+    assert (ledger.jobs[1].prompt_ms, ledger.jobs[1].generate_ms) == (4.001, 8.0)
+
+
+def test_what_was_read_and_drawn_is_counted_whatever_became_of_it() -> None:
+    """A prompt read in part, tokens drawn for a client that left, and those read again in another worker all count."""
+    ledger = Ledger(3)
+    for job in (_job(1, 1, 2, 3, 4), _job(2, 5, 6), _job(3, 7, 8)):
+        ledger.add(job)
+    ledger.startable()
+    ledger.reading(Reading(1, 1, 1, 0.0))
+    ledger.reading(Reading(1, 3, 1, 4.0))
+    ledger.finish(1)
+    ledger.ended(Ended(1, "halted"))
+    ledger.ended(Ended(2, "context"))
+    totals = ledger.totals
+    assert (totals.n_read, totals.n_reused, totals.prompt_ms, totals.n_drawn) == (2, 1, 4.0, 0)
+    ledger.reading(Reading(3, 2, 0, 1.0))
+    ledger.step(_step(3, ms=0.5))
+    ledger.finish(3)
+    ledger.step(_step(3, ms=2.0, is_end=True))
+    assert (totals.n_read, totals.n_drawn, totals.prompt_ms, totals.generate_ms) == (4, 2, 5.5, 2.0)
+    ledger = _running(1, _job(1, 1, 2, 3))
+    ledger.step(_step(1))
+    ledger.lost()
+    ledger.resume()
+    ledger.reading(Reading(1, 3, 0, 7.0))
+    assert (ledger.totals.n_read, ledger.totals.n_reused, ledger.totals.n_tokens_max) == (6, 0, 4)
 
 
 # ---- any order of events ----

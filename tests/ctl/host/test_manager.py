@@ -142,7 +142,7 @@ def test_streams_run_wait_and_end(tmp_path: Path) -> None:
         scene.link.draw(1, B)
         scene.link.finish(1)
         done = await clients[0].end()
-        assert (done.why, done.n_prompt, done.n_predicted, done.generate_ms) == (Why.LENGTH, 2, 2, 5.0)
+        assert (done.why, done.n_prompt, done.n_predicted, done.generate_ms) == (Why.LENGTH, 2, 2, 1.0)
         assert [start.seq_id for start in scene.link.starts()] == [0, 1, 0]
         scene.link.report(Step((Drawn(3, C, b"c", 0), Drawn(2, 0, b"", 0, is_end=True)), 1.0))
         scene.link.finish(2, "eos")

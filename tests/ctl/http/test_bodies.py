@@ -174,7 +174,7 @@ def test_chunks_are_in_openais_shape() -> None:
     assert (chat.piece("a")["object"], chat.whole("a", done)["object"]) == ("chat.completion.chunk", "chat.completion")
     last = chat.last(done)
     assert (last["choices"][0]["finish_reason"], last["timings"]["prompt_n"]) == ("stop", 3)
-    assert last["timings"]["predicted_per_second"] is None
+    assert last["timings"]["predicted_per_second"] == 0.0
     counts = chat.counts(done)
     assert (counts["choices"], counts["usage"]["total_tokens"]) == ([], 8)
     with_tokens = answers.Form("1", "m", 7, is_chat=True, with_tokens=True)

@@ -109,9 +109,11 @@ def test_the_official_client_gets_typed_errors(real: Web, client: openai.OpenAI)
         client.chat.completions.create(model="any", messages=SAYS, temperature=-1.0)  # type: ignore[arg-type]
     assert wrong.value.param == "temperature"
     for stream in (False, True):
-        with pytest.raises(openai.BadRequestError, match="n_ctx is") as long:
+        with pytest.raises(openai.BadRequestError, match="exceeds the available context size") as long:
             client.completions.create(model="any", prompt="word " * 4000, max_tokens=1, stream=stream)
         assert long.value.code == "context_length_exceeded"
+        assert long.value.body["n_prompt_tokens"] == 4001  # type: ignore[index]
+        assert long.value.body["n_ctx"] == 1024  # type: ignore[index]
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(model="any", input="x")
 
@@ -151,7 +153,7 @@ def test_what_stands_beside_openais_routes(real: Web) -> None:
     assert real.post("/v1/completions", {"prompt": "x", "max_tokens": 2}).status == 200
     assert real.get("/health").body == {"status": "ok"}
     props = real.get("/props").body
-    assert (props["total_slots"], props["default_generation_settings"]) == (2, {"n_ctx": 2048})
+    assert (props["total_slots"], props["default_generation_settings"]["n_ctx"]) == (2, 1024)
     assert "/" not in props["model_path"]
     assert [(one["name"], one["kind"], one["is_fresh"]) for one in props["devices"]] == [("CPU", "cpu", True)] * 2
     assert all(0 < one["memory_free"] < one["memory_total"] and one["description"] for one in props["devices"])
@@ -295,6 +297,36 @@ def test_who_hangs_up_frees_the_sequence(stub: Web) -> None:
         continue
     done = stub.post("/v1/completions", {"prompt": "x", "max_tokens": 3})
     assert done.body["usage"]["completion_tokens"] == 3
+
+
+def test_what_was_read_and_drawn_is_counted_for_everybody(stub: Web) -> None:
+    """A prompt that did not fit counts for nothing, and a client that left for what was drawn until then."""
+
+    def numbers() -> dict[str, float]:
+        lines = [line for line in stub.get("/metrics").raw.decode().splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+    before = numbers()
+    assert stub.post(CHAT.replace("chat/", ""), {"prompt": "y" * 2000, "max_tokens": 3}).status == 400
+    read = "llamacpp:prompt_tokens_total"
+    assert numbers()[read] == before[read]
+    leaving = stub.connect()
+    body = json.dumps({"prompt": "counted", "max_tokens": 900, "stream": True, "return_tokens": True})
+    leaving.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    response = leaving.getresponse()
+    seen = b""
+    while seen.count(b"data: ") < 5:
+        seen += response.read1()
+    response.close()
+    leaving.close()
+    while stub.get("/session").body["streams"] or not all(one["state"] == "idle" for one in stub.get("/slots").body):
+        continue
+    after = numbers()
+    cached = "llamacpp:prompt_tokens_cached_total"
+    n_prompt = after[read] - before[read] + after[cached] - before[cached]
+    assert n_prompt == len("counted") + 1
+    assert after["llamacpp:tokens_predicted_total"] - before["llamacpp:tokens_predicted_total"] >= 5
+    assert after['splitctl_answers_total{why="cancelled"}'] > before.get('splitctl_answers_total{why="cancelled"}', 0)
 
 
 def test_a_key_is_needed_to_change_what_others_reach() -> None:

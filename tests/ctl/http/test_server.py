@@ -287,7 +287,8 @@ def test_an_error_in_the_middle_of_a_stream_is_in_it(shared: Site) -> None:
         (Done(Why.ERROR, message="no template", fault=Fault.CONFIG), 400, "invalid_prompt"),
         (Done(Why.ERROR, message="a fault", fault=Fault.INTERNAL), 500, "failed"),
         (Done(Why.CANCELLED), 503, "stopped"),
-        (Done(Why.CONTEXT, n_prompt=9), 400, "context_length_exceeded"),
+        (Done(Why.CONTEXT, n_prompt=5000), 400, "context_length_exceeded"),
+        (Done(Why.CONTEXT, n_prompt=9), 429, "cache_full"),
     ],
 )
 def test_an_error_before_the_first_token_is_a_status(
@@ -353,6 +354,44 @@ def test_what_no_sequence_could_hold_is_refused_before_it_is_read(shared: Site) 
     assert len(shared.session.requests) == n
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "n", "said"),
+    [([1] * 5000, 5000, "5000"), ("x" * (4096 * 512 + 1), 4097, "at least 4097"), ("x " * 5000, 5000, "5000")],
+    ids=["tokens", "a text beyond all tokens", "a text that the worker counts"],
+)
+def test_a_prompt_that_is_too_long_gets_llama_servers_error(
+    shared: Site, prompt: object, n: int, said: str, *, is_stream: bool
+) -> None:
+    """Its words, its type and both numbers, with OpenAI's code, and nothing of what other clients hold."""
+    with shared.connect() as end:
+        end.sendall(_request({**ASKS, "prompt": prompt, "stream": is_stream}, "Connection: close"))
+        if prompt == "x " * 5000:
+            stream = shared.stream()
+            shared.call(lambda: stream.end(Done(Why.CONTEXT, n_prompt=5000, message="it holds 777 tokens")))
+        answer = _answer(rest(end))
+    assert (answer.status, answer.error) == (
+        400,
+        {
+            "message": f"request ({said} tokens) exceeds the available context size (4096 tokens), try increasing it",
+            "type": "exceed_context_size_error",
+            "param": None,
+            "code": "context_length_exceeded",
+            "n_prompt_tokens": n,
+            "n_ctx": 4096,
+        },
+    )
+
+
+def test_a_prompt_is_not_measured_by_a_context_that_is_not_there(shared: Site) -> None:
+    """While the model is loaded a request waits, whatever context was asked for: the library may give a larger one."""
+    shared.session.more = {"state": "loading", "model": {"path": "fake.gguf"}}
+    with shared.connect() as end:
+        end.sendall(_request({**ASKS, "prompt": [1] * 5000}, "Connection: close"))
+        _feed(shared, shared.stream(), b"a")
+        assert _answer(rest(end)).status == 200
+
+
 def test_watchers_are_counted_and_forgotten() -> None:
     """So many clients may watch; one that goes makes room for another."""
     with site(_limited(n_watchers=1)) as served:
@@ -366,9 +405,12 @@ def test_watchers_are_counted_and_forgotten() -> None:
         with served.connect() as end:
             while True:
                 end.sendall(watch)
-                if b"200 OK" in _read_until(end, b"\r\n\r\n"):
+                got = _read_until(end, b"\r\n\r\n")
+                if b"200 OK" in got:
                     break
-                _read_until(end, b"}}")
+                # The body may have come with the head.
+                if not got.endswith(b"}}"):
+                    _read_until(end, b"}}")
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------
