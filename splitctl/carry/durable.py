@@ -16,10 +16,13 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from splitctl.errors import CarryNotWritten
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_BLOCK_BYTES = 4096
 
 
 @contextlib.contextmanager
@@ -53,6 +56,29 @@ def replacing(path: Path, n_bytes: int) -> Iterator[Path]:
         _sync_folder(folder_fd)
     finally:
         os.close(folder_fd)
+
+
+class _IsPossible(Exception):
+    """Ends a trial before anything is put in its place."""
+
+
+def check_place(path: Path) -> None:
+    """See whether a carry could be put in its place now; nothing is left, and what is there stays.
+
+    It writes one block. A disk that has room for that may still be too small; `replacing` knows the size.
+
+    Args:
+        path: where; its folder must exist.
+
+    Raises:
+        CarryNotWritten: it could not.
+    """
+    try:
+        with contextlib.suppress(_IsPossible), replacing(path, _BLOCK_BYTES) as temporary:
+            temporary.write_bytes(bytes(_BLOCK_BYTES))
+            raise _IsPossible
+    except (OSError, ValueError) as error:
+        raise CarryNotWritten(path, getattr(error, "strerror", None) or str(error)) from error
 
 
 def _sync_file(path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from splitctl.carry.durable import check_place
 from splitctl.carry.sampling import SAMPLER_PARAMS, SamplerSpec
 from splitctl.cli.attach import Talk, answer_once
 from splitctl.cli.child import ask
@@ -125,6 +126,8 @@ def run(
     if model is None or session is not None:
         _refuse_other_flags()
         return answer_once(Talk(address_of(session), sampler, n_predict, chat), text, screen)
+    if save is not None:
+        check_place(save)
     request = RunRequest(
         model=model,
         library=library,

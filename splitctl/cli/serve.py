@@ -30,7 +30,7 @@ from splitctl.cli.output import ExitCode, Screen, one_line, print_json
 from splitctl.cli.switch import outcome_line
 from splitctl.control.server import ControlServer
 from splitctl.control.sockets import DEFAULT_NAME, Claim, checked_name, claim, prepared, runtime_folder
-from splitctl.errors import SplitctlError
+from splitctl.errors import Refused, SplitctlError
 from splitctl.host.config import HostConfig
 from splitctl.host.events import SwitchEnded
 from splitctl.host.supervisor import Supervisor
@@ -136,7 +136,10 @@ class _Serving:
         self._held = held
         self._screen = screen
         self._over = asyncio.Event()
-        self._stopping: asyncio.Task[dict[str, Any]] | None = None
+        self._code = ExitCode.DONE
+        # Stops that were asked for and not refused.
+        self._n_stops = 0
+        self._ending: asyncio.Task[dict[str, Any]] | None = None
         # Workers need no keys.
         env = {name: value for name, value in os.environ.items() if name != "LLAMA_API_KEY"}
         self._supervisor = Supervisor(config, env=env, log=self._log)
@@ -157,24 +160,24 @@ class _Serving:
         try:
             self._log(f"loading {self._config.model}")
             await self._start()
-            if self._stopping is None:
+            if not self._n_stops:
                 self._say_ready()
             await self._over.wait()
-            if self._stopping is not None:
-                await self._stopping
+            if self._ending is not None:
+                await self._ending
         finally:
             watching.cancel()
             await control.close()
             if self._server is not None:
                 await self._server.close()
-        return ExitCode.DONE
+        return self._code
 
     async def _start(self) -> None:
         """Load the model; being stopped meanwhile is not a failure."""
         try:
             await self._supervisor.start()
         except (SplitctlError, OSError):
-            if self._stopping is None:
+            if not self._n_stops:
                 raise
 
     async def _watch(self) -> None:
@@ -192,35 +195,46 @@ class _Serving:
         sys.stdout.write(f"ready: session {self._config.name} at {path}{f' and {url}' if url else ''}\n")
         sys.stdout.flush()
 
-    async def _stop(self) -> dict[str, Any]:
-        """Save the session and end, once; whoever asks gets the same answer."""
-        if self._stopping is None:
-            self._stopping = asyncio.ensure_future(self._end())
-        return await asyncio.shield(self._stopping)
+    async def _stop(self, *, force: bool) -> dict[str, Any]:
+        """Save the session and end; one that cannot be saved goes on, unless `force`."""
+        self._n_stops += 1
+        try:
+            body = await self._supervisor.stop(force=force)
+        except Refused as error:
+            self._n_stops -= 1
+            self._log(f"not stopped: {error}")
+            raise
+        if not self._over.is_set():
+            self._over.set()
+            self._say_ended(body)
+        return body
+
+    def _say_ended(self, body: dict[str, Any]) -> None:
+        if body["reason"]:
+            self._code = ExitCode.FAILED
+            self._log(f"ended; the session was NOT saved: {body['reason']}")
+        else:
+            self._log(f"ended; saved at {body['path']}" if body["path"] else "ended; there was nothing to save")
 
     async def _drain_and_end(self) -> dict[str, Any]:
-        if self._server is not None:
-            await self._server.drain()
-        return await self._end()
-
-    async def _end(self) -> dict[str, Any]:
+        """End because of a signal: whoever sent it does not wait for an answer."""
         try:
-            body = await self._supervisor.stop(save=True)
+            if self._server is not None:
+                await self._server.drain()
+            return await self._stop(force=True)
         finally:
             self._over.set()
-        self._log(f"ended; saved at {body['path']}" if body.get("path") else "ended; there was nothing to save")
-        return body
 
     def _on_signal(self, number: int) -> None:
         """End well at the first signal, at once at the second."""
         name = signal.Signals(number).name
-        if self._stopping is not None:
+        if self._ending is not None:
             self._log(f"{name} again: ending now")
             self._held.release()
             # The worker reads the end of its stdin, and ends as well.
             os._exit(ExitCode.CANCELLED)
         self._log(f"{name}: ending; once more ends at once, without saving")
-        self._stopping = asyncio.ensure_future(self._drain_and_end())
+        self._ending = asyncio.ensure_future(self._drain_and_end())
 
     def _log(self, text: str) -> None:
         """Write a line of the log; go on if the terminal is gone."""

@@ -69,12 +69,19 @@ def _lines(status: dict[str, Any]) -> Iterator[str]:
 
 @click.command()
 @session_option
+@click.option("--force", is_flag=True, help="End it even if it cannot be saved.")
 @with_screen
-def stop(*, session: str | None, screen: Screen) -> int:
-    """Save a session and end its host."""
+def stop(*, session: str | None, force: bool, screen: Screen) -> int:
+    """Save a session and end its host.
+
+    One that cannot be saved goes on, unless --force is given.
+    """
     name = address_of(session).name
-    body = ask_host(name, StopRequest())
-    where = f"saved at {body['path']}; splitctl serve --resume goes on with it" if body.get("path") else "not saved"
+    body = ask_host(name, StopRequest(force=force))
+    if body.get("reason"):
+        message = f"session {name} has ended and was NOT saved: {body['reason']}"
+        return screen.fail("NotSaved", message, ExitCode.FAILED, body)
+    where = f"saved at {body['path']}; splitctl serve --resume goes on with it" if body["path"] else "it held nothing"
     return screen.answer(body, one_line(f"session {name} has ended; {where}"))
 
 

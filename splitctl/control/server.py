@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -111,6 +111,13 @@ class SessionService(Protocol):
         """Give what happens to the session from now on."""
 
 
+class Stop(Protocol):
+    """Ends a session."""
+
+    async def __call__(self, *, force: bool) -> dict[str, Any]:
+        """End it; one that cannot be saved is refused, unless ``force``."""
+
+
 class ControlServer:
     """Answers on a session's socket. Thread: the loop's."""
 
@@ -118,7 +125,7 @@ class ControlServer:
         self,
         host: SessionService,
         *,
-        stop: Callable[[], Awaitable[dict[str, Any]]],
+        stop: Stop,
         log: Callable[[str], None],
         limits: ControlLimits = ControlLimits(),
     ) -> None:
@@ -255,7 +262,7 @@ class ControlServer:
             case RestoreRequest():
                 await line.result(await self._host.restore(request.path))
             case StopRequest():
-                await line.result(await self._stop())
+                await line.result(await self._stop(force=request.force))
             case EventsRequest():
                 await self._events(line)
 

@@ -25,7 +25,7 @@ from splitctl.carry.fingerprint import Adapter, Fingerprint, Identity, Represent
 from splitctl.carry.sampling import SamplerSpec
 from splitctl.carry.seal import Seal, take
 from splitctl.carry.sequence import SequenceCarry, no_logits, no_tokens
-from splitctl.errors import CarryDamaged, SplitctlError
+from splitctl.errors import CarryDamaged, CarryNotWritten, SplitctlError
 from splitctl.host.config import HostConfig
 from splitctl.ipc.orders import AdapterFile, SequenceSnapshot
 from splitctl.model.facts import read_facts
@@ -93,15 +93,15 @@ class SessionFiles:
         model: Mapping[str, Any],
         placement: Placement,
         sealed: Sequence[tuple[int, Seal]],
-    ) -> Path | None:
-        """Park the session; gives the path, or None where it could not be written, which is logged."""
+    ) -> None:
+        """Park the session. Raises CarryNotWritten."""
         try:
             owner = await self.know_owner(model)
             await asyncio.to_thread(park, path, sequences, placement=placement, owner=owner, sealed=sealed)
+        except CarryNotWritten:
+            raise
         except (SplitctlError, OSError, ValueError) as error:
-            self._log(f"the session could not be written to {path}: {error}")
-            return None
-        return path
+            raise CarryNotWritten(path, getattr(error, "strerror", None) or str(error)) from error
 
     def note_parked_by_worker(self, body: Mapping[str, Any]) -> None:
         """Note where a worker says that it has parked the session."""
@@ -138,6 +138,8 @@ def park(
 ) -> bool:
     """Write a session to a file, whose folder is made; says whether the state is in it, or the tokens alone.
 
+    Where there is no room for the state the tokens alone are written: they are small, and enough to make it again.
+
     `sealed` are carries that arenas still hold, with the arenas' descriptors, best first.
 
     Raises:
@@ -145,9 +147,13 @@ def park(
         OSError: the folder cannot be made.
     """
     path.parent.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
-    carry = _with_state(sequences, sealed) or _tokens_alone(sequences, placement, owner)
-    carries.write(path, carries.seal(carry))
-    return bool(len(carry.state))
+    whole = _with_state(sequences, sealed)
+    if whole is not None:
+        with suppress(CarryNotWritten):
+            carries.write(path, carries.seal(whole))
+            return bool(len(whole.state))
+    carries.write(path, carries.seal(_tokens_alone(sequences, placement, owner)))
+    return False
 
 
 def _with_state(sequences: Sequence[SequenceSnapshot], sealed: Sequence[tuple[int, Seal]]) -> Carry | None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from splitctl.carry.seal import Seal
 from splitctl.control.requests import GenerateRequest
-from splitctl.errors import Busy, Parked, SplitctlError
+from splitctl.errors import Busy, CarryNotWritten, Parked
 from splitctl.host import events
 from splitctl.host.config import HostConfig, HostState
 from splitctl.host.link import End
@@ -32,10 +32,12 @@ from splitctl.host.manager import WorkerManager
 from splitctl.host.parking import SessionFiles
 from splitctl.host.pending import OnLoss, PendingOrders
 from splitctl.host.recovery import Attempt, Loss
+from splitctl.host.saving import Saving
 from splitctl.host.streams import Stream, StreamTable
 from splitctl.host.switches import Switches, SwitchRecord
 from splitctl.ipc import orders
 from splitctl.ipc.jobs import Fault
+from splitctl.model.identity import FileIdentity
 from splitctl.outcome import Stage, SwitchOptions, to_plain
 from splitctl.placement import Placement
 
@@ -62,10 +64,14 @@ class Supervisor:
         self._manager = WorkerManager(config, self, env=env, log=log)
         self._state = HostState.LOADING
         self._model: dict[str, Any] = {"path": str(config.model)}
+        self._opened_from: tuple[FileIdentity, ...] = ()
         self._files = SessionFiles(config, log)
         self._switches = Switches(config.placement)
         self._pending = PendingOrders()
         self._streams = StreamTable(self._pending, self._manager.send, self._flush)
+        self._saving = Saving(
+            config.save_path, self._streams.ledger, by_worker=self._save, without_worker=self._write, log=log
+        )
         self._hub = events.Hub()
         self._on_stage: Callable[[str, float], None] | None = None
         self._is_replacing = False
@@ -109,6 +115,7 @@ class Supervisor:
         """
         config = self._config
         try:
+            await self._saving.warn()
             await self._open(orders.Open(config.placement, config.adapters, force=config.force))
             self._go_on()
             await self._files.know_owner(self._model)
@@ -120,7 +127,7 @@ class Supervisor:
         if config.resume is None:
             self._files.offer()
         if config.checkpoint_s is not None:
-            self._spawn(self._checkpoints(config.checkpoint_s))
+            self._spawn(self._saving.every(config.checkpoint_s, is_serving=lambda: self.state is HostState.SERVING))
 
     async def generate(self, request: GenerateRequest) -> Stream:
         """Begin a generation; raises Parked, or Busy where it is stopped or too many wait."""
@@ -224,12 +231,23 @@ class Supervisor:
             raise Busy(f"{n_streams} streams, from which a restore would take their sequences")
         return await self._replace(path)
 
-    async def stop(self, *, save: bool = True) -> dict[str, Any]:
+    async def stop(self, *, save: bool = True, force: bool = True) -> dict[str, Any]:
         """End the session: streams get an error, it is saved, the worker is closed. A second call waits for the first.
 
+        Args:
+            save: whether it is saved.
+            force: end it even if it cannot be saved.
+
         Returns:
-            Key path: where it was saved, or where a parked session lies; None where nothing was.
+            Keys path (where it was saved, or a parked session lies; None where it was not) and reason (why it was not
+            saved; empty where it was, or held nothing).
+
+        Raises:
+            Refused: it cannot be saved, and goes on.
         """
+        if save and not force and self._ended is None and self._is_unsaved:
+            is_serving = self._state is HostState.SERVING
+            await self._saving.before_the_end(has_worker=is_serving, stop_switching=self.cancel_switch)
         if self._ended is None:
             self._ended = asyncio.ensure_future(self._stop(save=save))
         return dict(await asyncio.shield(self._ended))
@@ -275,7 +293,7 @@ class Supervisor:
         if attempt.drops_streams and not self._streams.has_stuck:
             return None
         held = self._streams.ledger.snapshots()
-        return orders.Open(attempt.placement, self._config.adapters, force=True, seal=attempt.seal, sequences=held)
+        return self._reopening(attempt.placement, seal=attempt.seal, sequences=held)
 
     def take(self, report: orders.Report) -> None:
         """Take a worker's report; raises ReportWrong if it is impossible."""
@@ -361,8 +379,12 @@ class Supervisor:
         self._take_opened(opened)
         self._switches.effective = opened.placement
 
+    def _reopening(self, placement: Placement, **held: Any) -> orders.Open:
+        """Give the order that opens the session again, from the same files."""
+        return orders.Open(placement, self._config.adapters, force=True, files=self._opened_from, **held)
+
     def _take_opened(self, opened: orders.Opened) -> None:
-        self._model = opened.model
+        self._model, self._opened_from = opened.model, opened.files
         self._n_recomputed += opened.recomputed
         self._streams.resize(opened.placement.n_seq_max)
 
@@ -451,10 +473,13 @@ class Supervisor:
 
     async def _park(self, reason: str) -> None:
         """Put the session on disk, and say where to clients, in the log and as an event."""
-        written = await self._write(self._config.park_path)
-        if written is not None:
+        path: Path | None = self._config.park_path
+        try:
+            await self._write(self._config.park_path)
             self._files.forget_parked_by_worker()
-        path = written or self._files.parked_by_worker
+        except CarryNotWritten as error:
+            self._log(str(error))
+            path = self._files.parked_by_worker
         self._parked, self._state = events.SessionParked(path, reason), HostState.PARKED
         self._end_switches(None, reason, recomputed=False)
         self._pending.fail(Parked(path, reason))
@@ -468,7 +493,7 @@ class Supervisor:
         """Open a parked session again, where it served, and restore a file into it."""
         self._state = HostState.LOADING
         try:
-            await self._open(orders.Open(self._switches.effective, self._config.adapters, force=True))
+            await self._open(self._reopening(self._switches.effective))
             restored = await self._replace(path)
         except BaseException as error:
             await self._manager.end(_GRACE_S)
@@ -497,11 +522,11 @@ class Supervisor:
             "reason": report.reason,
         }
 
-    async def _write(self, path: Path) -> Path | None:
-        """Write the session without a worker; gives the path, or None where it could not be written."""
+    async def _write(self, path: Path) -> None:
+        """Write the session without a worker; raises CarryNotWritten."""
         sealed = self._manager.arenas_of(reversed(self.seals))
         sequences, placement = self._streams.ledger.snapshots(), self._switches.effective
-        return await self._files.write(path, sequences, model=self._model, placement=placement, sealed=sealed)
+        await self._files.write(path, sequences, model=self._model, placement=placement, sealed=sealed)
 
     async def _save(self, path: Path) -> int:
         """Let the worker save the session; gives the bytes written."""
@@ -509,53 +534,24 @@ class Supervisor:
         self._hub.publish(events.SessionSaved(path, saved.n_bytes))
         return saved.n_bytes
 
-    async def _save_own(self) -> None:
-        """Save the session in its place; raises RequestFailed or OSError."""
-        self._config.save_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        await self._save(self._config.save_path)
-
-    async def _checkpoints(self, every_s: float) -> None:
-        """Save the session again and again, while it changes."""
-        saved = self._streams.ledger.version
-        while True:
-            await asyncio.sleep(every_s)
-            version = self._streams.ledger.version
-            if self.state is HostState.SERVING and version != saved:
-                try:
-                    await self._save_own()
-                    saved = version
-                except (SplitctlError, OSError) as error:
-                    self._log(f"the session could not be saved to {self._config.save_path}: {error}")
-
     # ---- the end ----
 
     async def _stop(self, *, save: bool) -> dict[str, Any]:
-        was_parked, was_serving = self._state is HostState.PARKED, self._state is HostState.SERVING
+        has_worker = self._state is HostState.SERVING and self._manager.is_open
         self.cancel_switch()
         self._state = HostState.STOPPING
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._streams.end_all("the session is being stopped")
-        path = self._parked_at
-        if save and not was_parked and self._streams.ledger.held != (0, 0):
-            path = await self._save_last(has_worker=was_serving and self._manager.is_open)
+        path, reason = self._parked_at, ""
+        if save and self._is_unsaved:
+            reason = await self._saving.at_the_end(has_worker=has_worker)
+            path = None if reason else self._config.save_path
         await self._manager.close(_GRACE_S)
         self._pending.fail(Busy("its end"))
         self._hub.close()
-        return {"path": None if path is None else str(path)}
-
-    async def _save_last(self, *, has_worker: bool) -> Path | None:
-        """Save what the session holds, by its worker or, where that fails, without it."""
-        path = self._config.save_path
-        if has_worker:
-            try:
-                await self._save_own()
-            except (SplitctlError, OSError) as error:
-                self._log(f"the worker could not save the session: {error}")
-            else:
-                return path
-        return await self._write(path)
+        return {"path": to_plain(path), "reason": reason}
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a task until it ends or the session does."""
@@ -564,6 +560,11 @@ class Supervisor:
         task.add_done_callback(self._tasks.discard)
 
     # ---- what cannot be done now ----
+
+    @property
+    def _is_unsaved(self) -> bool:
+        """Whether it holds something that lies parked nowhere."""
+        return self._parked_at is None and self._streams.ledger.held != (0, 0)
 
     @property
     def _parked_at(self) -> Path | None:

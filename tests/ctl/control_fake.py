@@ -162,8 +162,8 @@ def served(limits: ControlLimits | None = None, name: str = "fake") -> Iterator[
             host = FakeHost()
             over = asyncio.Event()
 
-            async def stop() -> dict[str, Any]:
-                host.calls.append(("stop", {}))
+            async def stop(*, force: bool) -> dict[str, Any]:
+                host.calls.append(("stop", {"force": force}))
                 return {"saved": None}
 
             with claim(prepared(Path(folder) / "run" / "splitctl"), name) as held:

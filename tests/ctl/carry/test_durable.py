@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from splitctl.carry import durable
+from splitctl.errors import CarryNotWritten
 
 OLD = b"the old content"
 
@@ -206,3 +207,40 @@ def test_a_folder_that_cannot_be_synced(
     else:
         replace_file(tmp_path / "f", b"new")
     assert only(tmp_path) == {"f": b"new"}
+
+
+def test_a_good_place_is_left_as_it_was(tmp_path: Path) -> None:
+    """A place for a carry is tried without a trace: what is there stays, and nothing comes beside it."""
+    durable.check_place(tmp_path / "new")
+    assert only(tmp_path) == {}
+    replace_file(tmp_path / "f", OLD)
+    durable.check_place(tmp_path / "f")
+    assert only(tmp_path) == {"f": OLD}
+
+
+def test_a_place_that_cannot_be_is_told_before_there_is_anything_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder, a device, a missing or read-only folder, a full disk, with and without numbers: each by its cause."""
+    for path, said in (
+        (tmp_path, "it is a folder"),
+        (Path("/dev/full"), "not a regular file"),
+        (tmp_path / "missing" / "f", "No such file or directory"),
+        (Path("/proc/f"), "No such file or directory"),
+        (tmp_path / "a\0b", "null"),
+    ):
+        with pytest.raises(CarryNotWritten, match=said):
+            durable.check_place(path)
+    full = os.statvfs_result((4096, 4096, 9, 0, 0, 0, 0, 0, 0, 255))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstatvfs", lambda _fd: full)
+        with pytest.raises(CarryNotWritten, match="0 free on the disk"):
+            durable.check_place(tmp_path / "f")
+
+    def no_room(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", no_room)
+    with pytest.raises(CarryNotWritten, match="No space left on device"):
+        durable.check_place(tmp_path / "f")
+    assert only(tmp_path) == {}

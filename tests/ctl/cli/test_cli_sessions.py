@@ -327,6 +327,40 @@ def test_stop_saves_and_ends_the_host(home: House, host: Host) -> None:
     assert "start one" in home.run("ps").stderr.decode()
 
 
+def test_a_session_that_cannot_be_saved_is_not_lost_in_silence(home: House, tmp_path: Path) -> None:
+    """Without a place for it serve warns, stop is refused, and --force or a signal end it with a failing status."""
+    (home.folder / "state").write_text("a file where the folder should be")
+    arguments = stub_arguments(tmp_path)
+    prompt = ["attach", "-p", "hello", "-n", "4", "--temp", "0"]
+    why = f"{home.saved()}: Not a directory"
+    with served(home, *arguments) as host:
+        first = home.json(*prompt)
+        refused = home.run("stop")
+        assert (refused.returncode, refused.stdout) == (4, b"")
+        assert why in _lines(refused)[-1]
+        assert "stop --force" in _lines(refused)[-1]
+        again = home.json(*prompt)
+        assert (again["tokens"], again["n_reused"] > 0) == (first["tokens"], True)
+        forced = home.json("stop", "--force", code=1)
+        assert (forced["path"], forced["error"]["kind"]) == (None, "NotSaved")
+        assert why in forced["error"]["message"]
+        _, err = host.process.communicate(timeout=GUARD_S)
+        assert host.process.returncode == 1
+        log = err.decode().splitlines()
+        assert "warning: the session will not be saved when it ends" in log[1]
+        assert why in log[1]
+        assert "ended; the session was NOT saved" in log[-1]
+        assert why in log[-1]
+    with served(home, *arguments) as host:
+        assert home.run("stop").returncode == 0
+        assert host.process.wait(GUARD_S) == 0
+    with served(home, *arguments) as host:
+        home.run(*prompt)
+        code, said = host.end()
+        assert code == 1
+        assert "NOT saved" in said
+
+
 def test_a_second_signal_ends_at_once(home: House, tmp_path: Path) -> None:
     """A host whose library hangs ends at the second signal, and leaves neither socket nor worker."""
     with served(home, *stub_arguments(tmp_path), STUB_FAULTS="decode:hang") as host:

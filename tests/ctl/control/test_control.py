@@ -32,11 +32,12 @@ REQUESTS = (
     ),
     requests.CheckRequest(Changes(), convert=False, force=True),
     requests.GenerateRequest(prompt="é\n", n_predict=5, sampler=SamplerSpec(seed=3, stop=("a",))),
-    requests.GenerateRequest(messages=(requests.ChatMessage("user", "hi"),), parse_special=True),
+    requests.GenerateRequest(messages=({"role": "user", "content": "hi"},), parse_special=True),
     requests.GenerateRequest(tokens=(1, 2), add_special=False),
     requests.SaveRequest(Path("/a/b")),
     requests.RestoreRequest(Path("/a/b")),
     requests.StopRequest(),
+    requests.StopRequest(force=True),
     requests.EventsRequest(),
 )
 
@@ -144,13 +145,15 @@ def test_everything_arrives_and_is_answered() -> None:
         assert ask(here.address, REQUESTS[6]) == {"n_bytes": 5}
         assert ask(here.address, REQUESTS[7]) == {}
         assert ask(here.address, REQUESTS[8]) == {"saved": None}
+        assert ask(here.address, REQUESTS[9]) == {"saved": None}
         here.call(here.host.switch_end.set)
         told: list[dict[str, Any]] = []
         assert ask(here.address, REQUESTS[1], on_event=told.append) == {"status": "switched"}
         assert told == [{"kind": "stage", "stage": "saving", "share": 0.5}]
         names = [name for name, _ in here.host.calls]
-        assert names == ["check", "save", "restore", "stop", "switch"]
-        assert here.host.calls[4][1] == {
+        assert names == ["check", "save", "restore", "stop", "stop", "switch"]
+        assert [more for name, more in here.host.calls if name == "stop"] == [{"force": False}, {"force": True}]
+        assert here.host.calls[5][1] == {
             "changes": {"mode": SplitMode.TENSOR, "tensor_split": (3.0, 1.0)},
             "options": SwitchOptions(Proof.OFF, convert=False, force=True),
             "timeout_s": 2.5,

@@ -11,8 +11,8 @@ import pytest
 
 from splitctl.carry import file as carries
 from splitctl.carry.seal import Seal
-from splitctl.control.requests import ChatMessage, GenerateRequest
-from splitctl.errors import Busy, Parked, WorkerLost
+from splitctl.control.requests import GenerateRequest
+from splitctl.errors import Busy, Parked, Refused, WorkerLost
 from splitctl.host import manager
 from splitctl.host.events import SessionParked, SessionRecovered, SwitchEnded, TrialEnded, WorkerGone
 from splitctl.host.streams import MAX_WAITING, Done, Why
@@ -158,7 +158,7 @@ def test_a_text_or_a_chat_becomes_tokens_first(tmp_path: Path) -> None:
     """What the worker makes of it is the prompt; an error and a text without tokens end the stream."""
 
     async def script(scene: Scene) -> None:
-        request = GenerateRequest(messages=(ChatMessage("user", "hi"),), n_predict=1)
+        request = GenerateRequest(messages=({"role": "user", "content": "hi"},), n_predict=1)
         clients = [await ask(scene.supervisor, request)]
         clients += [await ask(scene.supervisor, GenerateRequest(prompt=text)) for text in ("a", "b")]
         orders = [one for one in scene.link.sent if isinstance(one, Tokenize)]
@@ -795,8 +795,8 @@ def test_stopping_saves_and_ends_streams(tmp_path: Path, can_save: bool) -> None
             scene.link.report(Saved(order.order, 5))
         else:
             scene.link.die("the worker died")
-        assert await stopping == {"path": str(path)}
-        assert await scene.supervisor.stop() == {"path": str(path)}
+        assert await stopping == {"path": str(path), "reason": ""}
+        assert await scene.supervisor.stop() == {"path": str(path), "reason": ""}
         if not can_save:
             assert [one.tokens.tolist() for one in carries.read(path).carry.sequences] == [[1, 2, A]]
 
@@ -818,12 +818,123 @@ def test_stopping_while_recovering_writes_what_it_holds(tmp_path: Path) -> None:
     play(tmp_path, script)
 
 
+def test_a_session_that_cannot_be_saved_goes_on(tmp_path: Path) -> None:
+    """A place that is not good is refused before the worker is asked; streams and the switch under way go on."""
+    (tmp_path / "sessions").write_text("a file where the folder should be")
+
+    async def script(scene: Scene) -> None:
+        client = await ask(scene.supervisor, request_of([1, 2], 2))
+        scene.link.draw(1, A)
+        switching = scene.switch()
+        order = await scene.order(Switch)
+        with pytest.raises(Refused, match=r"could not be saved as .*default\.safetensors: .* stop --force") as caught:
+            await scene.supervisor.stop(force=False)
+        assert [one.code for one in caught.value.reasons] == ["cannot-be-saved"]
+        assert (scene.link.n_cancels, [one for one in scene.link.sent if isinstance(one, Save)]) == (0, [])
+        scene.link.report(Switched(order.order, outcome(SwitchStatus.SWITCHED, TENSOR)))
+        assert (await switching)["status"] == "switched"
+        scene.link.draw(1, A)
+        scene.link.finish(1)
+        assert (await client.end()).why is Why.LENGTH
+        assert scene.supervisor.state is HostState.SERVING
+        stopping = asyncio.ensure_future(scene.supervisor.stop())
+        scene.link.report(Failed((await scene.order(Save)).order, Fault.REFUSED, "CarryNotWritten", "no such place"))
+        ended = await stopping
+        assert ended["path"] is None
+        assert "Not a directory" in ended["reason"]
+
+    play(tmp_path, script)
+
+
+def test_a_save_that_fails_leaves_the_session_running(tmp_path: Path) -> None:
+    """Where the place is good and the worker cannot write all of it, the streams go on; the next stop saves."""
+
+    async def script(scene: Scene) -> None:
+        client = await ask(scene.supervisor, request_of([1, 2], 2))
+        scene.link.draw(1, A)
+        stopping = asyncio.ensure_future(scene.supervisor.stop(force=False))
+        order = await scene.order(Save)
+        scene.link.report(Failed(order.order, Fault.REFUSED, "CarryNotWritten", "No space left on device"))
+        with pytest.raises(Refused, match="No space left on device"):
+            await stopping
+        scene.link.draw(1, A)
+        scene.link.finish(1)
+        assert (await client.end()).why is Why.LENGTH
+        stopping = asyncio.ensure_future(scene.supervisor.stop(force=False))
+        await soon(lambda: len([one for one in scene.link.sent if isinstance(one, Save)]) == 2)
+        scene.link.report(Saved((await scene.order(Save)).order, 5))
+        # Nothing came since: it is saved once.
+        assert await stopping == {"path": str(tmp_path / "sessions" / "default.safetensors"), "reason": ""}
+
+    play(tmp_path, script)
+
+
+def test_what_came_while_it_was_saved_is_saved_too(tmp_path: Path) -> None:
+    """Streams go on until the save has succeeded; then they end, and the last tokens are saved with the rest."""
+
+    async def script(scene: Scene) -> None:
+        client = await ask(scene.supervisor, request_of([1, 2]))
+        scene.link.draw(1, A)
+        stopping = asyncio.ensure_future(scene.supervisor.stop(force=False))
+        order = await scene.order(Save)
+        scene.link.draw(1, B)
+        assert client.done is None
+        scene.link.report(Saved(order.order, 5))
+        await soon(lambda: len([one for one in scene.link.sent if isinstance(one, Save)]) == 2)
+        assert (await client.end()).why is Why.ERROR
+        scene.link.report(Saved((await scene.order(Save)).order, 6))
+        assert (await stopping)["reason"] == ""
+
+    play(tmp_path, script)
+
+
+def test_a_session_that_could_not_be_parked_is_written_when_it_ends(tmp_path: Path) -> None:
+    """Parked in no file it is still held: a stop is refused while it has no place, and writes it once it has one."""
+    place = tmp_path / "sessions"
+    place.write_text("a file where the folder should be")
+
+    async def script(scene: Scene) -> None:
+        client = await ask(scene.supervisor, request_of([1, 2]))
+        scene.link.draw(1, A)
+        while client.done is None:
+            scene.link.die("the worker died")
+            await soon(lambda: scene.link.end is None or client.done is not None)
+        with pytest.raises(Refused, match="Not a directory"):
+            await scene.supervisor.stop(force=False)
+        place.unlink()
+        ended = await scene.supervisor.stop(force=False)
+        assert [one.tokens.tolist() for one in carries.read(Path(ended["path"])).carry.sequences] == [[1, 2, A]]
+
+    play(tmp_path, script)
+
+
+def test_a_host_says_at_its_start_that_it_cannot_save(tmp_path: Path) -> None:
+    """The folder is looked at before anything is loaded; a good one is not mentioned."""
+
+    def warnings() -> list[str]:
+        said: list[str] = []
+
+        async def script(scene: Scene) -> None:
+            said.extend(line for line in scene.said if "warning" in line)
+
+        play(tmp_path, script)
+        return said
+
+    assert warnings() == []
+    place = tmp_path / "sessions"
+    place.rmdir()
+    place.write_text("a file where the folder should be")
+    (warned,) = warnings()
+    assert "will not be saved when it ends" in warned
+    assert f"{place}/default.safetensors: Not a directory" in warned
+
+
 def test_an_empty_session_leaves_no_file(tmp_path: Path) -> None:
     """Where nothing is held nothing is saved."""
 
     async def script(scene: Scene) -> None:
-        assert await scene.supervisor.stop() == {"path": None}
-        assert not (tmp_path / "sessions").exists()
+        assert await scene.supervisor.stop(force=False) == {"path": None, "reason": ""}
+        assert list((tmp_path / "sessions").iterdir()) == []
 
     play(tmp_path, script)
 
