@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -175,10 +176,10 @@ sizes = {"n_ctx": 2560, "n_batch": 128, "n_ubatch": 128, "n_threads": 1, "n_thre
 layer = Placement(mode=SplitMode.LAYER, devices=("CPU", "CPU"), **sizes)
 with tempfile.TemporaryDirectory() as folder:
     carry = Path(folder) / "carry"
-    with Session.open(model, layer, library=library) as session:
+    with Session.open(model, layer, library=library, prober=None) as session:
         session.prefill(session.tokenize(prompt))
         session.save(carry)
-    with Session.open(model, layer.changed(mode=SplitMode.TENSOR), library=library) as session:
+    with Session.open(model, layer.changed(mode=SplitMode.TENSOR), library=library, prober=None) as session:
         session.restore(carry)
         tokens = [t for t in session.generate(n=n, sampler=SamplerSpec(temp=0.0)) if not t.is_end]
 text = b"".join(t.piece for t in tokens).decode("utf-8", "replace")
@@ -431,17 +432,41 @@ def test_a_library_that_dies_after_the_switch_keeps_the_outcome_and_the_answer(t
 
 @needs_compiler
 @pytest.mark.stub
+def test_a_place_that_cannot_be_is_refused_before_the_first_token(tmp_path: Path) -> None:
+    """--save into a folder that is missing, or over a folder or a device: status 1 and why, and nothing was started."""
+    for path, said in (
+        (tmp_path / "missing" / "carry", "No such file or directory"),
+        (tmp_path, "it is a folder"),
+        (Path("/dev/full"), "not a regular file"),
+    ):
+        done = _splitctl("run", *stub_arguments(tmp_path), "-p", "x", "--save", path)
+        assert (done.returncode, done.stdout) == (1, b"")
+        (line,) = _lines(done)
+        assert f"could not be saved as {path}: " in line
+        assert said in line
+
+
+@needs_compiler
+@pytest.mark.stub
 def test_a_save_that_fails_keeps_the_outcome_and_the_answer(tmp_path: Path) -> None:
-    """A file that cannot be written at the end: status 1 and its path, with the outcome and the whole answer."""
+    """A disk that is full by the end: status 1 and the path, with the outcome and the whole answer."""
     model = write_model(tmp_path / "tiny.gguf")
-    path = tmp_path / "missing" / "carry"
-    done = _splitctl("run", "-m", model, "--lib", build(), *_SWITCHED_STUB, "-n", "4", "--save", path)
+    path = tmp_path / "carry"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Room for the block that the place is tried with; the kernel refuses the rest.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        done = _splitctl("run", "-m", model, "--lib", build(), *_SWITCHED_STUB, "-n", "4", "--save", path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert done.returncode == 1, done.stderr
     assert str(path) in _lines(done)[-1]
+    assert "File too large" in _lines(done)[-1]
     body = _json(done)
     assert body["error"]["kind"] == "CarryNotWritten"
     assert body["switch"]["status"] == "switched"
     assert len(body["tokens"]) == 4
+    assert not path.exists()
 
 
 @pytest.mark.model
