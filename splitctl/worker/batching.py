@@ -4,7 +4,8 @@ Laws:
     1. A stream that was started ends in exactly one Ended, and what it holds stays with its sequence.
     2. A prompt begins to be read when all of it fits beside what the others have still to read; until then it waits,
        as long as any other stream runs. Idle sequences make room, the one that was unused for longest first.
-    3. Where no idle sequence is left to make room for a step, the stream that holds most ends, with "context".
+    3. Where no idle sequence is left to make room, streams that wait give up what they hold; where none of them is
+       left to make room for a step, the stream that holds most ends, with "context".
 """
 
 from __future__ import annotations
@@ -69,9 +70,7 @@ class Batcher:
         """Take a stream."""
         try:
             self._refuse_taken(order)
-            filling = self._session.fill(
-                order.seq_id, order.tokens, n_delivered=max(order.n_delivered, order.is_pending)
-            )
+            filling = self._fill(order)
         except Parked:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this stream's end and nobody else's
@@ -80,6 +79,9 @@ class Batcher:
         self._streams[order.stream] = stream = _Stream(order, filling)
         self._touch(order.seq_id)
         self._report_reading(stream)
+
+    def _fill(self, order: Start) -> Filling:
+        return self._session.fill(order.seq_id, order.tokens, n_delivered=max(order.n_delivered, order.is_pending))
 
     def _refuse_taken(self, order: Start) -> None:
         if order.stream in self._streams or order.seq_id in {one.seq_id for one in self._streams.values()}:
@@ -112,12 +114,16 @@ class Batcher:
         for stream in [one for one in self._streams.values() if not one.is_admitted]:
             n_wanted = stream.n_unread + self._n_promised()
             full = self._make_room(stream.seq_id, n_wanted)
-            if full is None:
-                stream.is_admitted = True
-            elif self._session.placement.kv_unified and any(one.is_admitted for one in self._streams.values()):
+            n_whole = stream.filling.n_kept + stream.n_unread
+            if full is not None and (n_whole > full.n_ctx or not self._session.placement.kv_unified):
+                # With its own numbers: what others hold is not for its client.
+                self._end(stream, ContextFull(stream.filling.n_kept, stream.n_unread, full.n_ctx))
+                continue
+            if full is not None and any(one.is_admitted for one in self._streams.values()):
                 return
-            else:
-                self._end(stream, full)
+            if full is not None:
+                self._make_room(stream.seq_id, n_wanted, from_waiting=True)
+            stream.is_admitted = True
 
     def _n_promised(self) -> int:
         """Count the cells that prompts which were let begin have still to take; nothing where each has its own."""
@@ -183,7 +189,7 @@ class Batcher:
             return streams
         while streams:
             n_wanted = sum(map(self._n_next, streams)) + self._n_promised()
-            if self._make_room(streams[0].seq_id, n_wanted) is None:
+            if self._make_room(streams[0].seq_id, n_wanted, from_waiting=True) is None:
                 break
             largest = max(streams, key=lambda one: self._session.n_held(one.seq_id))
             self._end(largest, "context")
@@ -196,18 +202,40 @@ class Batcher:
 
     # ---- room ----
 
-    def _make_room(self, seq_id: int, n_new: int) -> ContextFull | None:
-        """Empty idle sequences until so many more tokens fit; return the error where they never do."""
+    def _make_room(self, seq_id: int, n_new: int, *, from_waiting: bool = False) -> ContextFull | None:
+        """Empty idle sequences, and those of other streams that wait if told to, until so many more tokens fit.
+
+        Returns:
+            The error where they do not.
+        """
         session = self._session
         while (full := session.why_full(seq_id, n_new)) is not None:
             busy = {one.seq_id for one in self._streams.values()}
             idle = [one for one in range(session.placement.n_seq_max) if one not in busy and session.n_held(one)]
-            if not idle or not session.placement.kv_unified:
+            if not session.placement.kv_unified:
                 return full
+            if not idle:
+                if not (from_waiting and self._empty_waiting(seq_id)):
+                    return full
+                continue
             unused = min(idle, key=lambda one: self._used_at.get(one, 0))
             session.remove_sequence(unused)
             self._report(Forgot(unused))
         return None
+
+    def _empty_waiting(self, seq_id: int) -> bool:
+        """Empty the sequence of the last other stream that waits and holds something; say whether there was one."""
+        waiting = [one for one in self._streams.values() if not one.is_admitted and one.seq_id != seq_id]
+        stream = next((one for one in reversed(waiting) if self._session.n_held(one.seq_id)), None)
+        if stream is None:
+            return False
+        self._session.remove_sequence(stream.seq_id)
+        self._guarded([stream], lambda: self._refill(stream))
+        return True
+
+    def _refill(self, stream: _Stream) -> None:
+        stream.filling = self._fill(stream.order)
+        self._report_reading(stream)
 
     # ---- ends ----
 
