@@ -141,7 +141,7 @@ NAMED: list[tuple[Callable[[Session], bytes], str]] = [
     (_of_one, "a bare sequence of 14 positions, without the tokens"),
     (lambda _: "Es war einmal … ".encode() * 40, "a text file"),
     (lambda _: b"", "an empty file"),
-    (lambda session: Path(session._live.engine.model_path).read_bytes()[:4096], "a model file"),
+    (lambda session: Path(session._live.engine.model_path).read_bytes()[:4096], "a model"),
     (lambda _: bytes(range(128, 256)), "no saved session"),
 ]
 

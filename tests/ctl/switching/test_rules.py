@@ -372,10 +372,7 @@ _DSV4 = model_facts(
 def test_a_state_that_is_carried_whole_fits_only_a_context_of_its_size(
     start: dict[str, object], change: dict[str, object], is_refused: bool
 ) -> None:
-    """What deepseek4 keeps of older tokens is written whole, so a context that keeps more or less cannot take it.
-
-    Source: the same switches of a real build, which failed after everything was freed where this says refused.
-    """
+    """What deepseek4 keeps of older tokens is written whole, so a context that keeps more or less cannot take it."""
     current = dataclasses.replace(LAYER, **start)  # type: ignore[arg-type]
     found = blocking(_DSV4, dataclasses.replace(current, **change), current=current)  # type: ignore[arg-type]
     assert found == (["cannot-convert"] if is_refused else [])

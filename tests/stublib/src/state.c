@@ -136,7 +136,11 @@ static void write_rows(struct writer *w, struct context *c, const struct cell *c
     free(row);
 }
 
+/* `model:lost_layers=N`: the last layers are left out, and nothing else shows it. */
+static int32_t layers_of(struct context *c) { return c->model->n_layer - (int32_t) stub_setting("model", "lost_layers", 0); }
+
 static void write_memory(struct writer *w, struct context *c, int32_t seq) {
+    int32_t n_layer = layers_of(c);
     write_u32(w, c->n_stream);
     for (uint32_t s = 0; s < c->n_stream; s++) {
         const struct cell *cells = c->cells + s * c->n_ctx_seq;
@@ -152,13 +156,13 @@ static void write_memory(struct writer *w, struct context *c, int32_t seq) {
                 if (cells[i].seqs >> id & 1 && (seq < 0 || seq == id)) write_u32(w, (uint32_t) id);
         }
         write_u32(w, !c->flash_attn);
-        write_u32(w, (uint32_t) c->model->n_layer);
+        write_u32(w, (uint32_t) n_layer);
 #if STUB_EPOCH >= 2610
         write_u32(w, 0); /* rows are stored unrotated */
         write_u32(w, 0);
 #endif
-        for (int32_t layer = 0; layer < c->model->n_layer; layer++) write_rows(w, c, cells, seq, layer, false);
-        for (int32_t layer = 0; layer < c->model->n_layer; layer++) write_rows(w, c, cells, seq, layer, true);
+        for (int32_t layer = 0; layer < n_layer; layer++) write_rows(w, c, cells, seq, layer, false);
+        for (int32_t layer = 0; layer < n_layer; layer++) write_rows(w, c, cells, seq, layer, true);
     }
 }
 
