@@ -6,6 +6,7 @@ alive, and keeps its abort callback. Thread: any; every call holds the library's
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ class Context(Handle):
     """
 
     KIND = "context"
+    IS_LARGE = True
 
     def __init__(self, model: Model, params: ContextParams, *, abort: Callable[[], bool] | None = None) -> None:
         """Make a context on a model.
@@ -37,33 +39,46 @@ class Context(Handle):
 
         Raises:
             CallFailed: the library returned NULL; its last log lines are in the error.
+            BaseException: what a log listener or a signal's handler raised meanwhile; there is no context then.
         """
         library = model.library
         super().__init__(library)
         self.model = model
         self.params = params
-        with library.calling() as (ffi, lib):
+        self.is_endable = False
+        """Whether an interruption may end the batch that is being decoded."""
+        with self._making() as (_, lib):
             c_params = lib.llama_context_default_params()
             fill_context_params(c_params, params, library.profile.context_fields)
-            self._abort = ffi.callback("bool(void *)", lambda _: bool(abort())) if abort is not None else None
-            if self._abort is not None:
-                c_params.abort_callback = self._abort
-            pointer = lib.llama_init_from_model(model.pointer, c_params)
+            if abort is not None:
+                c_params.abort_callback = self._abort_callback(abort)
+            pointer = library.call(lib.llama_init_from_model, model.pointer, c_params)
             if not pointer:
                 raise CallFailed("llama_init_from_model", None, library.log.said())
             self._pointer = pointer
+            model.depend(self)
             self.n_ctx = int(lib.llama_n_ctx(pointer))
             self.n_batch = int(lib.llama_n_batch(pointer))
             self.n_ubatch = int(lib.llama_n_ubatch(pointer))
             self.n_seq_max = int(lib.llama_n_seq_max(pointer))
             self.n_ctx_seq = int(lib.llama_n_ctx_seq(pointer)) if hasattr(lib, "llama_n_ctx_seq") else self.n_ctx
-        model.depend(self)
 
-    def _free(self, lib: Any, pointer: Any) -> None:
+    def _abort_callback(self, abort: Callable[[], bool]) -> Any:
+        # It must not hold this object, which it would keep from being freed when it is dropped.
+        this = weakref.ref(self)
+
+        def ask(_: object) -> bool:
+            context = this()
+            is_interrupted = context is not None and context.is_endable and context.library.is_interrupted
+            return is_interrupted or bool(abort())
+
+        callback = self.library.callback("bool(void *)", ask)
+        self.owned.keep.append(callback)
+        return callback
+
+    @staticmethod
+    def _free(lib: Any, pointer: Any) -> None:
         lib.llama_free(pointer)
-
-    def __del__(self) -> None:
-        self._warn_unclosed("a context")
 
     def decode(
         self, tokens: Sequence[int], positions: Sequence[int], seq_ids: Sequence[int], outputs: Sequence[bool]
@@ -79,6 +94,8 @@ class Context(Handle):
         Raises:
             CallFailed: the library's return code is not 0 (1: no room in the cache, 2: aborted by the callback,
                 negative: an error); for codes above 0 and -1 the memory is as before except for 2.
+            BaseException: what ``abort`` or a signal's handler raised meanwhile. A batch that wants all its outputs is
+                decoded to its end first; another one is ended as by ``abort``.
         """
         self._run("llama_decode", tokens, positions, seq_ids, outputs)
 
@@ -116,10 +133,12 @@ class Context(Handle):
             batch = ffi.new("struct llama_batch *")
             batch.n_tokens, batch.token, batch.pos = n, c_tokens, c_positions
             batch.n_seq_id, batch.seq_id, batch.logits = c_counts, c_seq_pointers, c_outputs
-            rc = int(getattr(lib, function)(pointer, batch[0]))
+            # A prompt that is ended has what was read; a step of a generation would lose what cannot be read again.
+            self.is_endable = not all(outputs)
+            rc = int(self.library.call(getattr(lib, function), pointer, batch[0]))
             if rc == 0:
                 # A decode returns before the devices are done; without this a fault would show at some later call.
-                lib.llama_synchronize(pointer)
+                self.library.call(lib.llama_synchronize, pointer)
         if rc != 0:
             raise CallFailed(function, rc, self.library.log.said(6))
 

@@ -1,29 +1,77 @@
-"""What owners of a C object have in common: a pointer that is there until close, and the care that a fork takes."""
+"""What owners of a C object have in common: a pointer that is there until close, and the care that a fork takes.
+
+Law: what stands on an object is freed before it, whoever frees it and in whichever order a collector ends the owners.
+"""
 
 from __future__ import annotations
 
+import sys
 import warnings
 from abc import ABC, abstractmethod
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from llama_native.errors import HandleClosed
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
     from llama_native.library import Library
+
+
+class Owned:
+    """A C object, its free, what it reads and what stands on it: all that is needed to free it without its handle."""
+
+    __slots__ = ("above", "free", "keep", "pointer")
+
+    def __init__(self, free: Callable[[Any, Any], None]) -> None:
+        self.pointer: Any = None
+        self.free = free
+        self.keep: list[Any] = []
+        """C objects that the library may read while this one lives."""
+        self.above: list[Owned] = []
+        """What is freed before it, in this order."""
+
+    def all(self) -> Iterable[Owned]:
+        """It and what stands on it, in the order in which they are freed."""
+        for one in self.above:
+            yield from one.all()
+        yield self
+
+    def release(self, lib: Any) -> None:
+        """Give it and what stands on it back to the library, whose lock is held; ``lib`` None only forgets them."""
+        for one in self.all():
+            pointer, one.pointer = one.pointer, None
+            if pointer is not None and lib is not None:
+                one.free(lib, pointer)
+            one.keep.clear()
 
 
 class Handle(ABC):
     """Owns one C object.
 
-    Lifetime: until :meth:`close`. Thread: any; every call holds the library's lock.
+    Lifetime: until :meth:`close`; one that is dropped is closed by the collector. Thread: any; every call holds the
+    library's lock.
     """
 
     KIND: ClassVar[str]
     """What it is, for errors."""
-    _pointer: Any = None
+    IS_LARGE: ClassVar[bool] = False
+    """Whether dropping it without a close deserves a warning: a collector comes late."""
+    owned: Owned
+    """For modules of this package only."""
 
     def __init__(self, library: Library) -> None:
         self.library = library
+        self.owned = Owned(self._free)
+
+    @property
+    def _pointer(self) -> Any:
+        return self.owned.pointer
+
+    @_pointer.setter
+    def _pointer(self, pointer: Any) -> None:
+        self.owned.pointer = pointer
 
     @property
     def pointer(self) -> Any:
@@ -42,18 +90,33 @@ class Handle(ABC):
         return self._pointer is None
 
     def close(self) -> None:
-        """Free it; a second call does nothing."""
+        """Free it, after what stands on it; a second call does nothing."""
         if self._pointer is None:
             return
-        pointer, self._pointer = self._pointer, None
         # In a forked child the devices and threads behind the pointer are gone: freeing would hang or abort.
-        if not self.library.forked:
-            with self.library.calling() as (_, lib):
-                self._free(lib, pointer)
+        if self.library.forked:
+            self.owned.release(None)
+            return
+        with self.library.calling() as (_, lib):
+            self.owned.release(lib)
 
+    @contextmanager
+    def _making(self) -> Iterator[tuple[Any, Any]]:
+        """Call the library to make the object; whatever is raised, what was made by then is freed."""
+        try:
+            with self.library.calling() as found:
+                yield found
+        except BaseException:
+            self.close()
+            raise
+
+    @staticmethod
     @abstractmethod
-    def _free(self, lib: Any, pointer: Any) -> None:
+    def _free(lib: Any, pointer: Any) -> None:
         """Give the object back to the library, whose lock is held."""
+
+    def _name(self) -> str:
+        return f"a {self.KIND}"
 
     def __enter__(self) -> Self:
         return self
@@ -61,7 +124,11 @@ class Handle(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _warn_unclosed(self, what: str) -> None:
-        """Warn from ``__del__`` where it was not closed: its memory is not given back by the collector."""
-        if self._pointer is not None and not self.library.forked:
-            warnings.warn(f"{what} was not closed; its memory stays taken", ResourceWarning, stacklevel=3)
+    def __del__(self) -> None:
+        # At exit the devices and threads of the library may be gone, and the system takes the memory.
+        owned = getattr(self, "owned", None)
+        if owned is None or owned.pointer is None or self.library.forked or sys.is_finalizing():
+            return
+        if self.IS_LARGE:
+            warnings.warn(f"{self._name()} was not closed; it is freed now", ResourceWarning, stacklevel=2)
+        self.library.bury(owned)

@@ -6,6 +6,7 @@ Laws:
     3. Nothing is called through a struct before its layout has been established by looking (``abi``).
     4. One lock; a call from inside a callback is refused (Reentered), one from a forked child too (ForkedProcess).
     5. The log callback lives in this module as long as the process does, and is replaced by a C function at exit.
+    6. What a callback raises, or a signal's handler while C runs, is held and raised when the call is over.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+from collections import deque
 from contextlib import contextmanager
 from importlib import resources
+from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +38,9 @@ from llama_native.linker import mapped_libraries
 from llama_native.logs import LEVEL_CONTINUES, LEVEL_DEBUG, LEVEL_INFO, LogTail
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from llama_native.handle import Owned
 
 
 def _read_cdef(name: str) -> str:
@@ -59,6 +64,8 @@ class Library:
         self._lib = lib
         self._lock = threading.Lock()
         self._owner: int | None = None
+        self._calls = threading.local()
+        self._graves: deque[Owned] = deque()
         self.capabilities: Mapping[str, tuple[str, ...]] = {}
         self.backend_folders: tuple[str, ...] = ()
         self.draws_on_single = False
@@ -115,13 +122,94 @@ class Library:
         # callback that calls back in) would wait for itself.
         if self._owner == me:
             raise Reentered("library", "a call", "another call on this thread")
-        with self._lock:
-            self._owner = me
-            self.log.begin_call()
+        with self._lock, self.holding():
             try:
+                self._owner = me
+                self._free_buried()
+                self.log.begin_call()
                 yield self._ffi, self._lib
             finally:
                 self._owner = None
+
+    @contextmanager
+    def asking(self) -> Iterator[tuple[Any, Any]]:
+        """Ask what the library answers beside any other call (a vocabulary): without the lock.
+
+        Yields:
+            (ffi, lib), for modules of this package only.
+
+        Raises:
+            ForkedProcess: this process is a fork of the one that opened the library.
+        """
+        if self.forked:
+            raise ForkedProcess(self.pid, os.getpid())
+        with self.holding():
+            yield self._ffi, self._lib
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Hold what callbacks and signal handlers raise during calls until the block, or one around it, has ended.
+
+        Raises:
+            BaseException: the first that was held, in place of what the block itself raised.
+        """
+        calls = self._calls
+        if getattr(calls, "held", None) is not None:
+            yield
+            return
+        held: list[BaseException] = []
+        try:
+            calls.held = held
+            yield
+        finally:
+            calls.held = None
+            if held:
+                raise held[0]
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether something is held on this thread, so that a long call had better end."""
+        return bool(getattr(self._calls, "held", None))
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call C so that its result is not lost to an exception that a signal's handler raises meanwhile."""
+        results: list[Any] = []
+        try:
+            # Python looks for signals between two of its instructions: here the result is kept before the next one.
+            results.extend(starmap(function, (arguments,)))
+        except BaseException as error:
+            if not results:
+                raise
+            self._hold(type(error), error)
+        return results[0]
+
+    def callback(self, c_type: str, function: Callable[..., Any], *, error: Any = None) -> Any:
+        """Return a C callback; if ``function`` raises, C gets ``error``, and the exception comes when the call is over.
+
+        Lifetime: hold it as long as the library may call it.
+        """
+        return self._ffi.callback(c_type, function, error=error, onerror=self._hold)
+
+    def _hold(self, _kind: object, error: BaseException, _traceback: object = None) -> None:
+        held = getattr(self._calls, "held", None)
+        if held is None:  # a thread of the library's own: nobody is there to take it, so cffi shows it
+            raise error
+        held.append(error)
+
+    def bury(self, owned: Owned) -> None:
+        """Free a C object whose handle is gone: now, or where a call is under way, before the next one."""
+        self._graves.append(owned)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._owner = threading.get_ident()
+                self._free_buried()
+            finally:
+                self._owner = None
+                self._lock.release()
+
+    def _free_buried(self) -> None:
+        while self._graves:
+            self._graves.popleft().release(self._lib)
 
     @property
     def forked(self) -> bool:
@@ -251,15 +339,16 @@ def _load(path: Path, origin: str, version: str) -> Library:
     found = capabilities.detect(library.exports)
     capabilities.require(found, library.exports)
     library.capabilities = found
-    _attach_log(ffi, lib, log)
-    library.version = version or (text(ffi, lib.llama_version()) if library.exports("llama_version") else "")
-    library.backend_folders = _load_backends(ffi, lib, path, library)
-    if not library.has("rpc") and rpc.is_there(ffi, lib):
-        library.capabilities = {**found, "rpc": ("ggml_backend_register",)}
-    lib.llama_backend_init()
-    # Only now is every library mapped that this one will use.
-    _refuse_foreign_ggml(path)
-    library.draws_on_single = behaviour.check(ffi, lib, profile)
+    with library.calling():
+        _attach_log(library, ffi, lib)
+        library.version = version or (text(ffi, lib.llama_version()) if library.exports("llama_version") else "")
+        library.backend_folders = _load_backends(ffi, lib, path, library)
+        if not library.has("rpc") and rpc.is_there(ffi, lib):
+            library.capabilities = {**found, "rpc": ("ggml_backend_register",)}
+        lib.llama_backend_init()
+        # Only now is every library mapped that this one will use.
+        _refuse_foreign_ggml(path)
+        library.draws_on_single = behaviour.check(ffi, lib, profile)
     return library
 
 
@@ -276,10 +365,10 @@ def _observe(path: Path, exported: frozenset[str]) -> abi.Observed:
     return observing.observe(ffi, lib, exported, by_value=by_value)
 
 
-def _attach_log(ffi: cffi.FFI, lib: Any, log: LogTail) -> None:
+def _attach_log(library: Library, ffi: cffi.FFI, lib: Any) -> None:
     global _log_callback  # noqa: PLW0603 - must outlive every thread of the library
 
-    is_chatter = False
+    log, is_chatter = library.log, False
 
     def take(level: int, message: Any, _: object) -> None:
         nonlocal is_chatter
@@ -292,7 +381,7 @@ def _attach_log(ffi: cffi.FFI, lib: Any, log: LogTail) -> None:
 
     # The library keeps the bare pointer and calls it from threads of its own: a callback that Python collected would
     # be freed code. Hence a global, which nothing replaces.
-    _log_callback = ffi.callback("void(int, const char *, void *)", take)
+    _log_callback = library.callback("void(int, const char *, void *)", take)
     lib.llama_log_set(_log_callback, ffi.NULL)
     # At exit those threads may still log while the interpreter is taken down. NULL would not silence them: it brings
     # back the library's own output to stderr. So any C function that does nothing takes over.

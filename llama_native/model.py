@@ -8,7 +8,8 @@ it, and are closed before it. Thread: any; every call holds the library's lock.
 from __future__ import annotations
 
 import os
-import weakref
+import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from llama_native.devices import handles, text
@@ -17,7 +18,7 @@ from llama_native.handle import Handle
 from llama_native.params import LoadMode, ModelParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from llama_native.library import Library
 
@@ -85,6 +86,7 @@ class Model(Handle):
     """
 
     KIND = "model"
+    IS_LARGE = True
 
     def __init__(self, library: Library, pointer: Any, params: ModelParams, keep: list[Any], path: str) -> None:
         """Use :meth:`load`."""
@@ -92,8 +94,8 @@ class Model(Handle):
         self.params = params
         self.path = path
         self._pointer = pointer
-        self._keep = keep
-        self._dependents: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.owned.keep = keep
+        self._vocabulary = threading.RLock()
         with library.calling() as (ffi, lib):
             self._vocab = lib.llama_model_get_vocab(pointer)
             self.n_vocab = int(lib.llama_vocab_n_tokens(self._vocab))
@@ -126,6 +128,7 @@ class Model(Handle):
         params: ModelParams,
         *,
         progress: Callable[[float], bool] | None = None,
+        endable: bool = True,
     ) -> Model:
         """Load a GGUF file and place it.
 
@@ -134,62 +137,69 @@ class Model(Handle):
             path: the GGUF (the first part of a split one).
             params: the placement.
             progress: called with the loaded share 0.0 .. 1.0, at every hundredth; returning False ends the load.
+            endable: whether what ``progress`` or a signal's handler raises ends the load too.
 
         Raises:
             CallFailed: the library returned NULL; its last log lines are in the error.
             LoadCancelled: ``progress`` returned False.
             UnknownDevice: a device name that the library does not have.
-            BaseException: whatever ``progress`` raised, after the library has given up the load.
+            BaseException: whatever ``progress`` or a signal's handler raised, after the load; nothing is loaded then.
         """
         cancelled = False
-        raised: BaseException | None = None
         next_share = 0.0
 
         def on_progress(share: float, _: object) -> bool:
-            nonlocal cancelled, raised, next_share
+            nonlocal cancelled, next_share
+            cancelled = cancelled or (endable and library.is_interrupted)
             # The library calls for every tensor, most of which are norms and biases.
-            if share < next_share:
-                return True
+            if share < next_share or cancelled:
+                return not cancelled
             next_share = min(share + 0.01, 1.0)
-            # An exception cannot pass through C: it is kept, the load is ended, and it is raised after the call.
-            try:
-                cancelled = cancelled or not (progress is None or progress(float(share)))
-            except BaseException as error:  # noqa: BLE001 - raised below
-                cancelled, raised = True, error
+            cancelled = not (progress is None or progress(float(share)))
             return not cancelled
 
-        with library.calling() as (ffi, lib):
-            c_params, keep = fill_model_params(library, ffi, lib, params)
-            callback = ffi.callback("bool(float, void *)", on_progress)
-            keep.append(callback)
-            c_params.progress_callback = callback
-            pointer = lib.llama_model_load_from_file(os.fsencode(path), c_params)
-            if pointer and raised is not None:
-                lib.llama_model_free(pointer)
-        if raised is not None:
-            raise raised
+        pointer = None
+        try:
+            with library.calling() as (ffi, lib):
+                c_params, keep = fill_model_params(library, ffi, lib, params)
+                callback = library.callback("bool(float, void *)", on_progress, error=not endable)
+                keep.append(callback)
+                c_params.progress_callback = callback
+                pointer = library.call(lib.llama_model_load_from_file, os.fsencode(path), c_params)
+        except BaseException:
+            if pointer:
+                with library.calling() as (_, lib):
+                    lib.llama_model_free(pointer)
+            raise
         if not pointer:
             if cancelled:
                 raise LoadCancelled(os.fspath(path))
             raise CallFailed("llama_model_load_from_file", None, library.log.said())
         return cls(library, pointer, params, keep, os.fspath(path))
 
-    def depend(self, handle: Any) -> None:
-        """Register a context or an adapter that stands on this model."""
-        self._dependents.add(handle)
+    def depend(self, handle: Handle) -> None:
+        """Register a context or an adapter that stands on this model; contexts are freed before adapters."""
+        above = [one for one in self.owned.above if one.pointer is not None]
+        self.owned.above = [*above, handle.owned] if isinstance(handle, Adapter) else [handle.owned, *above]
 
     def close(self) -> None:
         """Free the model, after every context and adapter on it; a second call does nothing."""
-        for handle in sorted(self._dependents, key=lambda h: isinstance(h, Adapter)):
-            handle.close()
-        super().close()
-        self._keep.clear()
+        with self._vocabulary:
+            super().close()
 
-    def _free(self, lib: Any, pointer: Any) -> None:
+    @staticmethod
+    def _free(lib: Any, pointer: Any) -> None:
         lib.llama_model_free(pointer)
 
-    def __del__(self) -> None:
-        self._warn_unclosed(f"model {self.path}")
+    def _name(self) -> str:
+        return f"model {self.path}"
+
+    @contextmanager
+    def _asking(self) -> Iterator[tuple[Any, Any]]:
+        """Ask the vocabulary, which is there while the model is; other calls, a decode among them, go on meanwhile."""
+        with self._vocabulary, self.library.asking() as found:
+            _ = self.pointer
+            yield found
 
     def tokenize(self, content: str | bytes, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Turn text into tokens.
@@ -203,8 +213,7 @@ class Model(Handle):
             CallFailed: the library refused the text, or the model has no tokenizer.
         """
         data = content.encode("utf-8") if isinstance(content, str) else bytes(content)
-        with self.library.calling() as (ffi, lib):
-            _ = self.pointer
+        with self._asking() as (ffi, lib):
             n_room = len(data) + 8
             buffer = ffi.new("int32_t[]", n_room)
             n = lib.llama_tokenize(self._vocab, data, len(data), buffer, n_room, add_special, parse_special)
@@ -219,8 +228,7 @@ class Model(Handle):
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """Return a token's bytes, which may be a part of a UTF-8 character; ``special`` also shows control tokens."""
-        with self.library.calling() as (ffi, lib):
-            _ = self.pointer
+        with self._asking() as (ffi, lib):
             buffer = ffi.new("char[64]")
             n = lib.llama_token_to_piece(self._vocab, token, buffer, 64, 0, special)
             if n < 0:
@@ -232,13 +240,12 @@ class Model(Handle):
 
     def is_eog(self, token: int) -> bool:
         """Tell whether a token ends a generation."""
-        with self.library.calling() as (_, lib):
-            _ptr = self.pointer
+        with self._asking() as (_, lib):
             return bool(lib.llama_vocab_is_eog(self._vocab, token))
 
     def chat_template(self) -> str | None:
         """Return the model's own chat template (jinja text), None where it has none."""
-        with self.library.calling() as (ffi, lib):
+        with self._asking() as (ffi, lib):
             pointer = lib.llama_model_chat_template(self.pointer, ffi.NULL)
             return text(ffi, pointer) if pointer else None
 
@@ -259,12 +266,13 @@ class Adapter(Handle):
         library.need("adapters")
         super().__init__(library)
         self.path = os.fspath(path)
-        with library.calling() as (_, lib):
-            pointer = lib.llama_adapter_lora_init(model.pointer, os.fsencode(path))
-        if not pointer:
-            raise CallFailed("llama_adapter_lora_init", None, library.log.said())
-        self._pointer = pointer
-        model.depend(self)
+        with self._making() as (_, lib):
+            pointer = library.call(lib.llama_adapter_lora_init, model.pointer, os.fsencode(path))
+            if not pointer:
+                raise CallFailed("llama_adapter_lora_init", None, library.log.said())
+            self._pointer = pointer
+            model.depend(self)
 
-    def _free(self, lib: Any, pointer: Any) -> None:
+    @staticmethod
+    def _free(lib: Any, pointer: Any) -> None:
         lib.llama_adapter_lora_free(pointer)

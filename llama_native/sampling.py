@@ -51,18 +51,14 @@ class SamplerChain(Handle):
         self.params = params
         self.n_draws = 0
         self._draw: Any = None
-        with library.calling() as (_, lib):
+        with self._making() as (_, lib):
             chain_params = lib.llama_sampler_chain_default_params()
             chain_params.no_perf = True
-            self._pointer = lib.llama_sampler_chain_init(chain_params)
-            if not self._pointer:
+            pointer = library.call(lib.llama_sampler_chain_init, chain_params)
+            if not pointer:
                 raise CallFailed("llama_sampler_chain_init", None, library.log.said(2))
-            try:
-                self._fill(lib)
-            except BaseException:
-                lib.llama_sampler_free(self._pointer)
-                self._pointer = None
-                raise
+            self._pointer = pointer
+            self._fill(lib)
 
     def _fill(self, lib: Any) -> None:
         params = self.params
@@ -139,5 +135,6 @@ class SamplerChain(Handle):
                     lib.llama_sampler_apply(self._draw, array)
         self.n_draws += n_draws
 
-    def _free(self, lib: Any, pointer: Any) -> None:
+    @staticmethod
+    def _free(lib: Any, pointer: Any) -> None:
         lib.llama_sampler_free(pointer)

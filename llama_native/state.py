@@ -74,13 +74,13 @@ def _get(context: Context, function: str, buffer: Buffer, *seq_id: int) -> int:
     with context.library.calling() as (ffi, lib):
         lib.llama_synchronize(context.pointer)
         with ffi.from_buffer("uint8_t[]", buffer, require_writable=True) as view:
-            n = int(getattr(lib, function)(context.pointer, view, len(view), *seq_id))
+            n = int(context.library.call(getattr(lib, function), context.pointer, view, len(view), *seq_id))
     return _checked(context, function, n)
 
 
 def _set(context: Context, function: str, buffer: Buffer, *seq_id: int) -> int:
     with context.library.calling() as (ffi, lib), ffi.from_buffer("uint8_t[]", buffer) as view:
-        n = int(getattr(lib, function)(context.pointer, view, len(view), *seq_id))
+        n = int(context.library.call(getattr(lib, function), context.pointer, view, len(view), *seq_id))
     return _checked(context, function, n)
 
 

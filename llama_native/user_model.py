@@ -110,33 +110,28 @@ def create_tensors(library: Library, metadata: Sequence[MetaValue], fill: Fill |
     library.need("user-model")
     # Some tensors are created once for each layer under one name (rope_freqs): all are filled, one is listed.
     slots: dict[str, TensorSlot] = {}
-    failures: list[BaseException] = []
     with library.calling() as (ffi, lib):
 
         def take(tensor: Any, _: object) -> None:
-            if failures:
+            if library.is_interrupted:
                 return
-            try:
-                slot = _read_slot(ffi, lib, tensor)
-                data = fill(slot) if fill is not None else None
-                if data is not None:
-                    _put(ffi, lib, tensor, slot, data)
-                slots.setdefault(slot.name, slot)
-            except BaseException as error:  # noqa: BLE001 - nothing may unwind through C; raised again below
-                failures.append(error)
+            slot = _read_slot(ffi, lib, tensor)
+            data = fill(slot) if fill is not None else None
+            if data is not None:
+                _put(ffi, lib, tensor, slot, data)
+            slots.setdefault(slot.name, slot)
 
-        callback = ffi.callback("void(struct ggml_tensor *, void *)", take)
+        callback = library.callback("void(struct ggml_tensor *, void *)", take)
         gguf = lib.gguf_init_empty()
         try:
             for item in metadata:
                 _set_value(ffi, lib, gguf, item)
-            model = lib.llama_model_init_from_user(gguf, callback, ffi.NULL, lib.llama_model_default_params())
+            params = lib.llama_model_default_params()
+            model = library.call(lib.llama_model_init_from_user, gguf, callback, ffi.NULL, params)
             if model:
                 lib.llama_model_free(model)
         finally:
             lib.gguf_free(gguf)
-    if failures:
-        raise failures[0]
     if not model:
         raise CallFailed("llama_model_init_from_user", None, library.log.said())
     return tuple(slots.values())

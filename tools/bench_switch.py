@@ -116,7 +116,7 @@ class Bare:
             laps.append(perf_counter())
             times = Times(laps[-1] - laps[0], process_time() - cpu)
             lib.llama_log_set(opened._log_callback, ffi.NULL)  # noqa: SLF001 - put back what the library module holds
-            model._pointer, model._keep = c_model, keep  # noqa: SLF001
+            model._pointer, model.owned.keep = c_model, keep  # noqa: SLF001
             model._vocab = lib.llama_model_get_vocab(c_model)  # noqa: SLF001
             context._pointer = c_context  # noqa: SLF001
         if not n == n_set == n_bytes:

@@ -157,7 +157,8 @@ class Engine:
                 progress(share)
             return not (cancellable and self.is_cancelled())
 
-        self.model = Model.load(self.library, self.model_path, model_params(placement), progress=on_progress)
+        params = model_params(placement)
+        self.model = Model.load(self.library, self.model_path, params, progress=on_progress, endable=cancellable)
 
     def build(self, placement: Placement) -> Placement:
         """Make the context, and load and apply the adapters.

@@ -80,6 +80,12 @@ class Sampler:
         self.accepted.extend(int(token) for token in accepted)
         self._chain.replay(self.accepted, n_draws)
 
+    def fresh(self, accepted: Sequence[int], n_draws: int) -> Sampler:
+        """Return another one by the same specification that accepted these tokens and made so many draws."""
+        other = Sampler(self._chain.library, self.spec, self._ids.size)
+        other.replay(accepted, n_draws)
+        return other
+
     def close(self) -> None:
         """Free the chain; a second call does nothing."""
         self._chain.close()

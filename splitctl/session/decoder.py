@@ -7,7 +7,7 @@ Laws:
     1. The memory and the slots agree after every call, whether it returned or raised.
     2. The first decode after a switch is its trial: one that fails is fallen back from, and done again in the old
        placement.
-    3. A step that failed has drawn nothing, for no sequence.
+    3. A step that failed has drawn nothing, for no sequence; nor has one that a signal's handler ended.
     4. A copy or a shift is whole when its call returns: none is left for a later decode, where a saved state would
        miss it.
 """
@@ -32,7 +32,7 @@ from splitctl.carry.sampling import SamplerSpec, Token
 from splitctl.carry.sequence import common, no_logits, no_tokens
 from splitctl.engine.live import Batch, batches
 from splitctl.engine.sampler import Sampler
-from splitctl.errors import Cancelled, ConfigInvalid, Reason, Refused
+from splitctl.errors import ConfigInvalid, Reason, Refused
 from splitctl.outcome import Stage
 from splitctl.placement import SplitMode
 
@@ -59,6 +59,26 @@ class Filling:
     n_kept: int
     rest: tuple[int, ...]
     pending: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """How far a sequence was before a draw, so that one that nobody gets can be taken back."""
+
+    n_tokens: int
+    n_accepted: int | None
+    n_draws: int
+
+    @classmethod
+    def of(cls, slot: Slot) -> _Mark:
+        sampler = slot.sampler
+        return cls(len(slot.tokens), len(sampler.accepted) if sampler else None, sampler.n_draws if sampler else 0)
+
+    def back(self, slot: Slot) -> None:
+        del slot.tokens[self.n_tokens :]
+        sampler, is_new = slot.sampler, self.n_accepted is None
+        if sampler is not None:
+            slot.set_sampler(None if is_new else sampler.fresh(sampler.accepted[: self.n_accepted], self.n_draws))
 
 
 class Decoder:
@@ -103,7 +123,7 @@ class Decoder:
 
     def read(self, slot: Slot, tokens: Sequence[int], *, n_most: int | None = None, draws_next: bool = True) -> int:
         """Read the beginning of ``tokens``, a batch at most; see :meth:`Session.read`."""
-        n_batch = self._live.placement.n_batch
+        n_batch = self._live.engine.live_context.n_batch
         n = min(len(tokens), n_most or n_batch, n_batch)
         self._live.check_room(slot.seq_id, n)
         is_last = draws_next and n == len(tokens)
@@ -152,11 +172,18 @@ class Decoder:
         """
         self.decode_pending(slots)
         drawn: dict[int, Token | Exception] = {}
-        for slot in slots:
-            try:
-                drawn[slot.seq_id] = self._draw(slot)
-            except Exception as error:  # noqa: BLE001 - the others of the step have drawn, and their tokens count
-                drawn[slot.seq_id] = error
+        before = {slot.seq_id: _Mark.of(slot) for slot in slots}
+        try:
+            for slot in slots:
+                try:
+                    drawn[slot.seq_id] = self._draw(slot)
+                except Exception as error:  # noqa: BLE001 - the others of the step have drawn, and their tokens count
+                    before[slot.seq_id].back(slot)
+                    drawn[slot.seq_id] = error
+        except BaseException:
+            for slot in slots:
+                before[slot.seq_id].back(slot)
+            raise
         return drawn
 
     def decode_pending(self, slots: Sequence[Slot]) -> None:
@@ -174,31 +201,36 @@ class Decoder:
             [True] * len(slots),
         )
         try:
-            rows = self._run(batch)
-        except (Cancelled, CallFailed):
+            with self._live.engine.library.holding():
+                rows = self._run(batch)
+                for index, slot in enumerate(slots):
+                    self._take(slot, index, rows[index])
+                    slot.n_past += 1
+        except BaseException:
             for slot in slots:
                 self._keep_what_is_held(slot, ())
             raise
-        for index, slot in enumerate(slots):
-            slot.n_past += 1
-            self._take(slot, index, rows[index])
 
     def decode_new(self, slot: Slot, batch: Batch, *, accept: bool = True) -> None:
         """Decode tokens that the sequence does not have yet, and keep those that the memory holds, even on an error."""
+        n_past, n_tokens = slot.n_past, len(slot.tokens)
         try:
-            rows = self._run(batch)
-        except (Cancelled, CallFailed):
-            self._keep_what_is_held(slot, batch.tokens)
+            with self._live.engine.library.holding():
+                rows = self._run(batch)
+                if not rows:
+                    slot.take_rows(no_logits(), no_tokens())
+                for index, row in rows.items():
+                    self._take(slot, index, row)
+                if slot.sampler is not None and accept:
+                    for token in batch.tokens:
+                        slot.sampler.accept(token)
+                slot.tokens.extend(batch.tokens)
+                slot.n_past += len(batch.tokens)
+        except BaseException:
+            if slot.n_past == n_past:
+                del slot.tokens[n_tokens:]
+                self._keep_what_is_held(slot, batch.tokens)
             raise
-        if not rows:
-            slot.take_rows(no_logits(), no_tokens())
-        slot.tokens.extend(batch.tokens)
-        slot.n_past += len(batch.tokens)
-        if slot.sampler is not None and accept:
-            for token in batch.tokens:
-                slot.sampler.accept(token)
-        for index, row in rows.items():
-            self._take(slot, index, row)
 
     def _keep_what_is_held(self, slot: Slot, new: Sequence[int]) -> None:
         """After a decode that ended early: micro-batches that were done stay in the memory, so the slot follows it."""
@@ -231,6 +263,8 @@ class Decoder:
             # An embedding decoder leaves its logits at zero.
             wrong = "" if live.engine.embeddings else _nonsense(rows)
         except CallFailed as error:
+            if live.engine.library.is_interrupted:
+                raise  # it was ended, which says nothing of the placement
             rows, wrong = {}, str(error)
         if not wrong:
             self._switcher.trial_succeeded()
@@ -289,7 +323,7 @@ class Decoder:
         """Keep a sequence's first ``n_tokens``; a memory that cannot be cut is filled from the tokens again."""
         tokens = slot.tokens[:n_tokens]
         kept = self.keep(slot, n_tokens - 1)
-        for batch in batches(slot.seq_id, tokens[kept:], kept, self._live.placement.n_batch, last_output=True):
+        for batch in batches(slot.seq_id, tokens[kept:], kept, self._live.engine.live_context.n_batch, last_output=True):
             self.decode_new(slot, batch, accept=False)
         if slot.sampler is not None:
             # Penalties look back at the tokens that are left; the random draws go on where they were.

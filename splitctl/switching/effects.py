@@ -76,7 +76,7 @@ class Effects:
         except (LoadCancelled, Cancelled):
             return SwitchEvent(EventKind.CANCELLED)
         except CallFailed as error:
-            if live.cancel.is_set():
+            if self._is_cancelled():
                 return SwitchEvent(EventKind.CANCELLED)
             return _failed("call-failed", str(error))
         except CannotConvert as error:
@@ -88,9 +88,14 @@ class Effects:
         finally:
             live.cancel.shielded = False
         ended = event is not None and event.kind in {EventKind.DONE, EventKind.REFUSED}
-        if ended and live.cancel.is_set() and command in _CANCELLABLE:
+        if ended and command in _CANCELLABLE and self._is_cancelled():
             return SwitchEvent(EventKind.CANCELLED)
         return event
+
+    def _is_cancelled(self) -> bool:
+        """Whether the cancel flag is set, or a callback or a signal's handler has raised: that comes at the end."""
+        cancel = self.live.cancel
+        return cancel.is_set() or (not cancel.shielded and self.live.engine.library.is_interrupted)
 
     def _check(self, state: MachineState) -> SwitchEvent | None:
         if not self.live.placement.differs(_requested(state)):

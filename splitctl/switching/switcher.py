@@ -159,7 +159,8 @@ class Switcher:
         """Take events until the machine rests; what a callback or a signal raised meanwhile is raised then."""
         self._interrupted = None
         pending: SwitchEvent | None = event
-        with self.effects.live.placing:
+        live = self.effects.live
+        with live.placing, live.engine.library.holding():
             while pending is not None:
                 self.state, commands = machine.step(self.state, pending)
                 pending = None
