@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +47,25 @@ class Admin:
     """
 
     def __init__(
-        self, host: SessionService, intake: Intake, devices: Devices, folder: Path | None, *, is_open: bool
+        self,
+        host: SessionService,
+        intake: Intake,
+        devices: Devices,
+        folder: Path | None,
+        *,
+        name: Callable[[], str],
+        is_open: bool,
     ) -> None:
         """Answer from a session; files are saved in `folder` and restored from it, None: nowhere.
 
-        `is_open`: the session may be changed, as there is a key, or the server listens to this machine alone.
+        `name` gives what the model is called.  `is_open`: the session may be changed, as there is a key, or the server
+        listens to this machine alone.
         """
         self._host = host
         self._intake = intake
         self._devices = devices
         self._folder = folder
+        self._name = name
         self._is_open = is_open
         self._judged: tuple[str, dict[str, Any]] | None = None
         self._judging = asyncio.Lock()
@@ -77,7 +86,7 @@ class Admin:
         model = _without_folder(model)
         return JSONResponse(
             {
-                "model_alias": model.get("name"),
+                "model_alias": self._name(),
                 "model_path": model["path"],
                 "model": model,
                 "devices": self._devices.read(status),

@@ -47,7 +47,8 @@ class HttpConfig:
         host: address or name to listen on.
         port: its port; 0: any that is free.
         api_keys: any of them opens; none: no key is asked for.
-        origins: pages elsewhere that may use it.
+        aliases: names of the model for clients, the first in answers; none: that of its header or file.
+        origins: pages elsewhere that may use it, as browsers send them; ``*``: all.
         folder: where files are saved and restored; None: nowhere.
         limits: what clients may take.
         drain_s: for answers under way, when the server is ended, seconds.
@@ -57,6 +58,7 @@ class HttpConfig:
     host: str = "127.0.0.1"
     port: int = 8080
     api_keys: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     folder: Path | None = None
     limits: HttpLimits = field(default_factory=HttpLimits)
@@ -74,9 +76,10 @@ def make_app(
     """
     metrics = Metrics(host)
     intake = Intake(config.limits)
-    chat = Chat(host, intake, metrics.done)
+    chat = Chat(host, intake, metrics.done, config.aliases)
     is_open = bool(config.api_keys) or is_loopback
-    admin = Admin(host, intake, Devices(config.visible_gpus), config.folder, is_open=is_open)
+    devices = Devices(config.visible_gpus)
+    admin = Admin(host, intake, devices, config.folder, name=lambda: chat.model_name, is_open=is_open)
     app = Starlette(
         routes=[
             Route(path, _counted(answer, path, metrics), methods=[method])
@@ -107,6 +110,8 @@ def _routes(chat: Chat, admin: Admin, metrics: Metrics) -> tuple[tuple[str, str,
         ("GET", "/v1/health", admin.health),
         ("GET", "/v1/models", chat.models),
         ("GET", "/models", chat.models),
+        ("GET", "/v1/models/{id:path}", chat.model),
+        ("GET", "/models/{id:path}", chat.model),
         ("POST", "/v1/chat/completions", chat.chat_completions),
         ("POST", "/chat/completions", chat.chat_completions),
         ("POST", "/v1/completions", chat.completions),

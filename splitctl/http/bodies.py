@@ -24,7 +24,7 @@ Body = Mapping[str, Any]
 #: Stop texts of one request, and characters of one.
 _MAX_STOPS, _MAX_STOP_CHARS = 16, 1024
 #: Characters of the name that a client uses for the model, and of a role.
-_MAX_MODEL_CHARS, _MAX_ROLE_CHARS = 256, 64
+MAX_MODEL_CHARS, _MAX_ROLE_CHARS = 256, 64
 
 _MAX_MESSAGES = 4096
 _MAX_TOKENS = 2**31 - 1
@@ -110,8 +110,8 @@ def _asked(body: Body, model: str, most: str, *, is_chat: bool, **prompt: Any) -
         raise ApiError(400, str(error), param=error.field) from error
     name = body.get("model", model)
     # Every chunk of a stream repeats it.
-    if name is not None and not (isinstance(name, str) and len(name) <= _MAX_MODEL_CHARS):
-        raise _wrong("model", name, f"a text of {_MAX_MODEL_CHARS} characters at most")
+    if name is not None and not (isinstance(name, str) and len(name) <= MAX_MODEL_CHARS):
+        raise _wrong("model", name, f"a text of {MAX_MODEL_CHARS} characters at most")
     with_usage = bool(options) and _flag(options or {}, "include_usage")
     texts = [one.content for one in request.messages or ()] if request.prompt is None else [request.prompt]
     n_bytes = sum(len(one.encode()) for one in texts)

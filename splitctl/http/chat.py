@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -29,6 +29,7 @@ from splitctl.http.errors import ApiError, prompt_too_long
 from splitctl.http.intake import Intake
 from splitctl.http.sse import EventStream, unless_gone
 from splitctl.ipc.jobs import Fault
+from splitctl.ipc.wire import shown
 
 #: Longest silence of a stream [seconds].
 _SILENCE_S = 10.0
@@ -63,9 +64,12 @@ class Chat:
     Thread: the loop's.
     """
 
-    def __init__(self, host: SessionService, intake: Intake, on_end: Callable[[Why], None]) -> None:
-        """Answer from a session; `on_end` is called with the end of every generation."""
+    def __init__(
+        self, host: SessionService, intake: Intake, on_end: Callable[[Why], None], aliases: Sequence[str]
+    ) -> None:
+        """Answer from a session; `on_end` is called with the end of every generation, `aliases` name the model."""
         self._host = host
+        self._aliases = aliases
         self._intake = intake
         self._on_end = on_end
         self._n_open = 0
@@ -92,22 +96,42 @@ class Chat:
 
     async def models(self, _request: Request) -> Response:
         """List the model that is served."""
+        return JSONResponse({"object": "list", "data": [self._model(self.model_name)]})
+
+    async def model(self, request: Request) -> Response:
+        """Describe the model that is served, under any of its names."""
+        asked = request.path_params["id"]
+        if asked not in self._names:
+            message = f"there is no model {shown(asked)}; this server has {shown(self.model_name)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return JSONResponse(self._model(asked))
+
+    def _model(self, name: str) -> dict[str, Any]:
         status = self._host.status()
         model = status.get("model") or {}
-        entry = {
-            "id": self.model_name,
+        meta = {key: model.get(key) for key in ("n_vocab", "n_ctx_train", "n_layer", "weight_bytes")}
+        return {
+            "id": name,
+            "aliases": list(self._aliases),
             "object": "model",
             "created": int(status.get("started_at") or 0),
             "owned_by": "splitctl",
-            "meta": {key: model.get(key) for key in ("n_vocab", "n_ctx_train", "n_layer", "weight_bytes")},
+            "meta": {**meta, "n_ctx": room_of(status.get("placement") or {}), "size": model.get("weight_bytes")},
         }
-        return JSONResponse({"object": "list", "data": [entry]})
 
     @property
     def model_name(self) -> str:
-        """What the model is called: the name in its header, else that of its file."""
+        """What the model is called in answers."""
+        return self._names[0]
+
+    @property
+    def _names(self) -> list[str]:
+        """What the model may be called: the aliases, else the name in its header, else that of its file."""
         model = self._host.status().get("model") or {}
-        return str(model.get("name") or model.get("path") or "model").rpartition("/")[2]
+        name, path = str(model.get("name") or ""), str(model.get("path") or "model")
+        # A name that was made of a path would tell where that was.
+        own = [one.rpartition("/")[2] if one.startswith("/") else one for one in (name, path)]
+        return [one for one in (*self._aliases, *own) if 0 < len(one) <= bodies.MAX_MODEL_CHARS]
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a chat."""

@@ -110,7 +110,7 @@ class Guard:
 
     def _judge_origin(self, headers: Headers) -> None:
         origin = headers.get("origin")
-        if origin in self._origins:
+        if origin in self._origins or "*" in self._origins:
             return
         # Browsers send the second where they do not send the first: for an image or a script of another page.
         is_elsewhere = headers.get("sec-fetch-site", "none") not in {"none", "same-origin"}

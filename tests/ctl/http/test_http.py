@@ -119,9 +119,12 @@ def test_the_official_client_gets_typed_errors(real: Web, client: openai.OpenAI)
 
 
 def test_models_are_listed(client: openai.OpenAI) -> None:
-    """The one model that is served is listed by its name."""
+    """The one model that is served is listed by its name, and found by it."""
     (model,) = client.models.list().data
     assert "smollm2" in model.id.lower()
+    assert client.models.retrieve(model.id) == model
+    with pytest.raises(openai.NotFoundError, match="there is no model"):
+        client.models.retrieve("gpt-4o")
 
 
 def test_a_switch_over_http_is_seen_by_the_socket_and_by_watchers(real: Web) -> None:

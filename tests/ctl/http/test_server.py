@@ -6,6 +6,8 @@ import json
 import select
 import socket
 from collections.abc import Iterator
+from contextlib import nullcontext
+from urllib.parse import quote
 
 import pytest
 
@@ -463,6 +465,31 @@ def test_pages_that_may_use_the_server_can_read_its_refusals() -> None:
         assert served.ask("OPTIONS", TEXT).status == 405
 
 
+@pytest.mark.parametrize("origin", ["null", "chrome-extension://abcdef", "app://.", "file://", "http://[::1]:3000"])
+def test_pages_of_any_kind_may_be_allowed_by_name(origin: str) -> None:
+    """Pages of files, frames, apps and extensions get in when they are named, and others do not."""
+    asks = {
+        "Origin": origin,
+        "Access_Control_Request_Method": "POST",
+        "Access_Control_Request_Headers": "authorization",
+    }
+    with site(HttpConfig(port=0, origins=(origin,))) as served:
+        assert served.get("/session", Origin=origin, Sec_Fetch_Site="cross-site").status == 200
+        assert served.ask("OPTIONS", TEXT, **asks).headers["access-control-allow-origin"] == origin
+        assert served.get("/session", Origin="https://evil.example").status == 403
+        assert served.get("/session", Sec_Fetch_Site="cross-site").status == 403
+
+
+def test_every_page_may_be_allowed() -> None:
+    """With * any page may use the server, one without an origin too."""
+    with site(HttpConfig(port=0, origins=("*",))) as served:
+        for origin in ("null", "https://any.example", "chrome-extension://abcdef"):
+            answer = served.get("/session", Origin=origin, Sec_Fetch_Site="cross-site")
+            assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, "*")
+            assert served.post("/split-mode", {"to": "tensor"}, Origin=origin).status == 200
+        assert served.get("/session", Sec_Fetch_Site="cross-site").status == 200
+
+
 @pytest.mark.parametrize("site_name", ["cross-site", "same-site"])
 def test_images_and_scripts_of_other_pages_get_nothing(shared: Site, site_name: str) -> None:
     """What a browser loads for another page without naming its origin is turned away all the same."""
@@ -489,6 +516,51 @@ def test_modes_are_judged_once_for_a_placement(shared: Site) -> None:
     assert (modes["tensor"]["allowed"], modes["row"]["reasons"]) == (True, ["this build has no row mode"])
     shared.session.error = Busy("a switch")
     assert shared.get("/split-mode").body["modes"] == modes
+
+
+_NAMES = ("org/model", "a b", "größe 模型", "a%2Fb?c#d&e=f+g", "../x", "/", "x" * 256)
+
+
+@pytest.mark.parametrize("name", _NAMES)
+@pytest.mark.parametrize("is_alias", [False, True])
+def test_an_id_that_was_listed_is_known_when_it_comes_back(shared: Site, name: str, *, is_alias: bool) -> None:
+    """Whatever the model is called, its id describes it again, and is that of answers."""
+    if is_alias:
+        served_by = site(HttpConfig(port=0, aliases=(name, "other")))
+    else:
+        shared.session.more = {"model": {"path": "/somewhere/fake.gguf", "name": name, "n_vocab": 100}}
+        served_by = nullcontext(shared)  # type: ignore[assignment]
+    with served_by as served:
+        (listed,) = served.get("/v1/models").body["data"]
+        assert served.get("/props").body["model_alias"] == listed["id"]
+        assert listed["id"] == name or (name == "/" and not is_alias)
+        sent = quote(listed["id"], safe="")
+        for path in ("/v1/models/", "/models/"):
+            assert served.get(path + sent).body == listed
+            assert served.get(path + quote(listed["id"])).body == listed
+        for known in ("other", "fake.gguf") if is_alias else ("fake.gguf",):
+            assert served.get(f"/v1/models/{known}").body["id"] == known
+        with served.connect() as end:
+            end.sendall(_request({**ASKS, "model": listed["id"]}, "Connection: close"))
+            _feed(served, served.stream(), b"a")
+            assert _answer(rest(end)).body["model"] == listed["id"]
+
+
+@pytest.mark.parametrize("name", ["x" * 257, "", "/", "/home/somebody/fake.gguf"])
+def test_a_name_that_cannot_be_one_gives_way_to_that_of_the_file(shared: Site, name: str) -> None:
+    """A name in the header that is empty, a path or too long to be sent back is not the model's id."""
+    shared.session.more = {"model": {"path": "/somewhere/fake.gguf", "name": name, "n_vocab": 100}}
+    assert shared.get("/v1/models").body["data"][0]["id"] == "fake.gguf"
+
+
+def test_a_model_that_is_not_there_is_told(shared: Site) -> None:
+    """An id that is none of the model's names gets 404 with the name that is, in OpenAI's shape."""
+    for path in ("/v1/models/gpt-4o", "/v1/models/fake/", "/models/fak%65/x"):
+        answer = shared.get(path)
+        assert (answer.status, answer.error["code"], answer.error["param"]) == (404, "model_not_found", "model")
+        assert answer.error["type"] == "not_found_error"
+        assert "'fake'" in answer.error["message"]
+    assert shared.ask("DELETE", "/v1/models/fake").status == 405
 
 
 def test_numbers_have_no_created_series(shared: Site) -> None:
