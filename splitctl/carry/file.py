@@ -183,6 +183,16 @@ def read(path: Path) -> SealedCarry:
         return _read(path, file)
 
 
+def read_placement(path: Path) -> Placement:
+    """Read where a carry was made, without its tensors, whose checksums are not looked at.
+
+    Raises:
+        CarryDamaged: missing, or not a carry; it says what was found.
+    """
+    with TensorFile(path) as file:
+        return _read_words(path, file)[0].placement
+
+
 def to_bytes(sealed: SealedCarry) -> bytes:
     """Return a sealed carry as the bytes of its file, a copy; :func:`from_bytes` reads them.
 
@@ -202,11 +212,7 @@ def from_bytes(packed: bytes) -> SealedCarry:
 
 
 def _read(path: Path | None, file: TensorFile | PackedTensors) -> SealedCarry:
-    _refuse_foreign(path, file)
-    try:
-        words, checksums = from_texts(file.metadata), checksum_texts(file.metadata)
-    except (ValueError, RecursionError) as error:
-        raise CarryDamaged(path, f"its description is wrong: {error}") from error
+    words, checksums = _read_words(path, file)
     _refuse_other_tensors(path, file.slots, words)
     arrays = {name: file.read(name) for name in file.slots}
     sequences = tuple(
@@ -225,6 +231,14 @@ def _read(path: Path | None, file: TensorFile | PackedTensors) -> SealedCarry:
     _refuse_changed(path, _checksums(words, arrays), checksums)
     # The texts may be those of a splitctl with fewer fields; the seal is that of the texts as this one writes them.
     return SealedCarry(carry, {**checksums, _ABOUT: _about(_words(carry), arrays)})
+
+
+def _read_words(path: Path | None, file: TensorFile | PackedTensors) -> tuple[Words, dict[str, str]]:
+    _refuse_foreign(path, file)
+    try:
+        return from_texts(file.metadata), checksum_texts(file.metadata)
+    except (ValueError, RecursionError) as error:
+        raise CarryDamaged(path, f"its description is wrong: {error}") from error
 
 
 def _metadata(sealed: SealedCarry) -> dict[str, str]:

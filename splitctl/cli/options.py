@@ -179,6 +179,12 @@ def switch_options(command: Command) -> Command:
     return _applied(options, with_options)
 
 
+def named(fields: Iterable[str]) -> tuple[str, ...]:
+    """Return those of a command's parameters that the command line or a variable names."""
+    context, sources = click.get_current_context(), {ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT}
+    return tuple(one for one in fields if context.get_parameter_source(one) in sources)
+
+
 # -- placement ---------------------------------------------------------------------------------------------------------
 
 

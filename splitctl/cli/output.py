@@ -121,7 +121,10 @@ class Screen:
         self.end_bars()
 
     def progress(self, event: Progress) -> None:
-        """Show where the work is."""
+        """Show where the work is; what a restore came to stays, and all else gives way to what follows."""
+        if event.stage == "restored":
+            self.note(f"{event.stage}: {event.note}")
+            return
         if not self.console.is_terminal:
             if event.stage != self._stage or event.note:
                 self.line(f"{event.stage}: {event.note}" if event.note else event.stage)

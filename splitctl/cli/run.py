@@ -17,6 +17,7 @@ from splitctl.cli.options import (
     MODE,
     Parsed,
     library_option,
+    named,
     placement_options,
     predict_option,
     prompt_options,
@@ -143,6 +144,7 @@ def run(
         save=save,
         prompt_batch=prompt_batch,
         prompt_ubatch=prompt_ubatch,
+        sampler_named=named(SAMPLER_PARAMS),
     )
     answer = ask(request, screen)
     if answer.code is not ExitCode.DONE:

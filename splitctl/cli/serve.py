@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import platformdirs
+from splitctl.carry.file import read_placement
 
 from splitctl.cli.hosts import with_screen
 from splitctl.cli.http_options import http_options
 from splitctl.cli.options import (
     Parsed,
     library_option,
+    named,
     model_option,
     rpc_option,
     serving_placement_options,
@@ -35,7 +37,8 @@ from splitctl.host.config import HostConfig
 from splitctl.host.events import SwitchEnded
 from splitctl.host.supervisor import Supervisor
 from splitctl.ipc.orders import AdapterFile
-from splitctl.placement import Placement
+from splitctl.placement import FLAGS, Placement
+from splitctl.places import state_folder
 
 if TYPE_CHECKING:
     from splitctl.http import HttpConfig, HttpServer
@@ -68,7 +71,7 @@ def _scaled_adapter(text: str) -> AdapterFile:
     type=Parsed("FILE:SCALE", _scaled_adapter),
     help="A LoRA adapter and its scale.",
 )
-@click.option("--resume", is_flag=True, help="Continue the saved session of this name.")
+@click.option("--resume", is_flag=True, help="Continue the saved session of this name, where it was.")
 @click.option(
     "--checkpoint",
     "checkpoint_s",
@@ -109,7 +112,11 @@ def serve(
     screen: Screen,
 ) -> int:
     """Serve a session that survives a crash of the library. Switch, attach, save and stop it from other terminals."""
-    folder = platformdirs.user_state_path("splitctl") / "sessions"
+    folder = state_folder() / "sessions"
+    saved = folder / f"{session}.safetensors"
+    if resume:
+        changes = {name: getattr(placement, name) for name in named(FLAGS)}
+        placement = read_placement(saved).changed(**changes)
     config = HostConfig(
         model=model.absolute(),
         library=None if library is None else library.absolute(),
@@ -120,7 +127,7 @@ def serve(
         name=checked_name(session),
         deadline_s=deadline_s,
         checkpoint_s=checkpoint_s,
-        resume=folder / f"{session}.safetensors" if resume else None,
+        resume=saved if resume else None,
         state_folder=folder,
     )
     with claim(prepared(runtime_folder()), session) as held:

@@ -164,7 +164,8 @@ class Engine:
         """Make the context, and load and apply the adapters.
 
         Returns:
-            The placement with what the library resolved: context size, flash attention, batch sizes.
+            The placement with what the library resolved: context size and flash attention. Batch sizes stay as they
+            were wished; the library cuts them to each context.
 
         Raises:
             llama_native.CallFailed: the library returned NULL, or refused the scales.
@@ -189,8 +190,6 @@ class Engine:
         return dataclasses.replace(
             placement,
             n_ctx=self.context.n_ctx,
-            n_batch=self.context.n_batch,
-            n_ubatch=self.context.n_ubatch,
             flash_attn=_resolved_flash_attn(placement, said),
         )
 

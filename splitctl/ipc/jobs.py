@@ -120,6 +120,7 @@ class RunRequest:
     chat: bool
     n_predict: int
     placement: Placement
+        sampler_named: the fields of it that were asked for; a restored session's own count for the others.
     prompt_mode: SplitMode | None
     sampler: SamplerSpec
     rpc: tuple[str, ...] = ()
@@ -139,6 +140,7 @@ class ProbeRequest:
     placement: Placement
     rpc: tuple[str, ...] = ()
 
+    sampler_named: tuple[str, ...] = ()
 
 @dataclass(frozen=True, slots=True)
 class VerifyRequest:

@@ -323,7 +323,8 @@ class Decoder:
         """Keep a sequence's first ``n_tokens``; a memory that cannot be cut is filled from the tokens again."""
         tokens = slot.tokens[:n_tokens]
         kept = self.keep(slot, n_tokens - 1)
-        for batch in batches(slot.seq_id, tokens[kept:], kept, self._live.engine.live_context.n_batch, last_output=True):
+        n_batch = self._live.engine.live_context.n_batch
+        for batch in batches(slot.seq_id, tokens[kept:], kept, n_batch, last_output=True):
             self.decode_new(slot, batch, accept=False)
         if slot.sampler is not None:
             # Penalties look back at the tokens that are left; the random draws go on where they were.

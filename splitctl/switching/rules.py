@@ -17,7 +17,7 @@ from splitctl.model.facts import ModelFacts
 from splitctl.model.slices import effective_split
 from splitctl.outcome import DOES_NOT_FIT
 from splitctl.placement import FlashAttn, Placement, SplitMode
-from splitctl.planning.cells import cache_tensors
+from splitctl.planning.cells import cache_tensors, shape_of
 from splitctl.probing.verdicts import ProbeVerdict, Verdict
 from splitctl.switching import tables
 
@@ -377,7 +377,7 @@ def room(held: SessionFacts, target: Placement, facts: ModelFacts, *, holder: st
     if last >= target.n_seq_max:
         text = f"sequence {last} is in use and the context has room for {target.n_seq_max}; raise -np to {last + 1}"
         yield Finding("too-few-sequences", text)
-    n_encoded, most = held.n_encoder_tokens, min(target.n_ubatch, target.n_batch)
+    n_encoded, most = held.n_encoder_tokens, shape_of(facts, target).n_ubatch
     if n_encoded > most:
         text = (
             f"the encoder has read {n_encoded} tokens and is to read them again as a whole, and the micro-batch "

@@ -6,6 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -212,7 +213,7 @@ def _work(
         state.placement = session.placement
         if request.restore is not None:
             emit(Progress("restoring", None, str(request.restore)))
-            state.restored = dataclasses.asdict(session.restore(request.restore))
+            _restore(session, request.restore, request, emit, state)
         if request.prompt:
             _read_prompt(session, request, emit, steps, state)
         emit(Partial(state.body()))
@@ -227,6 +228,23 @@ def _work(
         if request.save is not None:
             emit(Progress("saving", None, str(request.save)))
             session.save(request.save)
+
+
+def _restore(session: Session, path: Path, request: RunRequest, emit: Emit, state: _Run) -> None:
+    """Begin with a saved session, and draw as it did where no flag says otherwise."""
+    emit(Progress("restoring", None, str(path)))
+    restored = session.restore(path)
+    state.restored = dataclasses.asdict(restored)
+    if restored.recomputed:
+        emit(Progress("restored", None, restored.reason))
+    saved = next((one for one in session.sequences() if one.seq_id == 0), None)
+    if saved is None or saved.sampler == SamplerSpec():
+        return
+    fields = {name: getattr(request.sampler, name) for name in request.sampler_named}
+    state.sampler = dataclasses.replace(saved.sampler, **fields).seeded()
+    if state.sampler != saved.sampler:
+        n_draws = saved.n_draws if state.sampler.seed == saved.sampler.seed else 0
+        session.begin(0, state.sampler, n_draws=n_draws)
 
 
 def _read_prompt(session: Session, request: RunRequest, emit: Emit, steps: Steps, state: _Run) -> None:
@@ -309,7 +327,7 @@ def _refused_for_its_cache(outcome: SwitchOutcome, target: Placement) -> bool:
 def _generate(session: Session, request: RunRequest, emit: Emit, cancel: threading.Event, state: _Run) -> None:
     """Generate until something ends it, passing on each piece that no stop text can still claim."""
     emit(Progress("generating", None, f"in {session.placement.mode.value} mode"))
-    held = StopTexts(request.sampler.stop)
+    held = StopTexts(state.sampler.stop)
     started = perf_counter()
     try:
         for token in session.generate(n=request.n_predict, sampler=state.sampler):

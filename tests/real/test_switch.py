@@ -338,3 +338,20 @@ def test_a_tensor_mode_that_this_build_gets_wrong_is_refused_before_anything_is_
         assert outcome.stage is Stage.CHECKING
         assert "signal" in outcome.reason
         assert len(first + _ids(session, 3)) == 6
+
+
+def test_a_context_that_was_small_for_a_while_reads_in_the_batches_that_were_wished(open_small: Opener) -> None:
+    """The library cuts batches to a small context; a larger one afterwards has those that it began with."""
+    session = open_small(base(n_ctx=1024, n_batch=512, n_ubatch=300))
+    session.prefill(SMALL_PROMPT)
+    start = session.placement
+    sizes = []
+    for n_ctx in (256, 1024):
+        outcome = session.switch(session.placement.changed(n_ctx=n_ctx))
+        assert outcome.status is SwitchStatus.SWITCHED, outcome.reason
+        context = session._live.engine.live_context
+        sizes.append((context.n_batch, context.n_ubatch))
+        session.prefill([3] * 200)
+        session.rewind(len(SMALL_PROMPT))
+    assert sizes == [(256, 256), (512, 300)]
+    assert session.placement == start
