@@ -133,9 +133,7 @@ def _config(
         raise click.UsageError("an API key is empty or has characters that no header can hold")
     aliases = tuple(one.strip() for one in alias.split(",") if one.strip())
     if not all(len(one) <= MAX_MODEL_CHARS and one.isprintable() for one in aliases):
-        raise click.UsageError(
-            f"--alias {alias[:60]!r}: wanted: names of 1 to {MAX_MODEL_CHARS} printable characters"
-        )
+        raise click.UsageError(f"--alias {alias[:60]!r}: wanted: names of 1 to {MAX_MODEL_CHARS} printable characters")
     if folder is not None and not folder.is_dir():
         raise click.UsageError(f"--slot-save-path {folder} is no folder")
     return HttpConfig(

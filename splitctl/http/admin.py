@@ -3,6 +3,8 @@
 Laws:
     1. A file is a base name in the one folder that was named at the start; without one there are no files.
     2. Without a key, what changes the session is for this machine alone.
+    3. A client that hangs up is let go of at once: its check is given up, a switch, a save and a restore end by
+       themselves.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from splitctl.http.chat import room_of
 from splitctl.http.devices import Devices
 from splitctl.http.errors import ApiError, api_error
 from splitctl.http.intake import Intake
-from splitctl.http.sse import EventStream
+from splitctl.http.sse import EventStream, unless_gone
 from splitctl.ipc.wire import from_object, shown
 from splitctl.outcome import SwitchOptions
 from splitctl.placement import SplitMode
@@ -126,11 +128,12 @@ class Admin:
         recent = self._host.recent_switches()
         return JSONResponse({**status, "model": model, "recent_switches": recent, "devices": devices})
 
-    async def modes(self, _request: Request) -> Response:
+    async def modes(self, request: Request) -> Response:
         """Say for each mode whether a switch to it would be allowed, and why not."""
         status = self._host.status()
         known = {"requested": status.get("requested"), "effective": status.get("effective")}
-        return JSONResponse({**known, "placement": status.get("placement"), "modes": await self._judgements(status)})
+        modes = await unless_gone(request.receive, self._judgements(status))
+        return JSONResponse({**known, "placement": status.get("placement"), "modes": modes})
 
     async def switch(self, request: Request) -> Response:
         """Move the session; every outcome is an answer with status 200."""
@@ -148,12 +151,12 @@ class Admin:
         kind = "check" if is_dry else "switch"
         asked = from_object({**body, "kind": kind}, {kind: REQUESTS[kind]})
         if is_dry:
-            return JSONResponse(await self._host.check(asked.changes, asked.options))
-        return JSONResponse(
-            await self._host.switch(
+            work = self._host.check(asked.changes, asked.options)
+        else:
+            work = self._host.switch(
                 asked.changes, asked.options, timeout_s=asked.timeout_s, on_stage=lambda _stage, _share: None
             )
-        )
+        return JSONResponse(await unless_gone(request.receive, work, goes_on=not is_dry))
 
     async def cancel(self, _request: Request) -> Response:
         """Ask the switch under way to end in the old placement."""
@@ -172,14 +175,16 @@ class Admin:
     async def save(self, request: Request) -> Response:
         """Write the session to a file of the folder."""
         path = await self._file(request)
-        return JSONResponse({**await self._host.save(path), "path": path.name})
+        saved = await unless_gone(request.receive, self._host.save(path), goes_on=True)
+        return JSONResponse({**saved, "path": path.name})
 
     async def restore(self, request: Request) -> Response:
         """Replace the session with a file of the folder."""
         path = await self._file(request)
         if not path.is_file() or path.is_symlink():
             raise ApiError(404, f"there is no saved session {path.name!r}", param="filename")
-        return JSONResponse({**await self._host.restore(path), "path": path.name})
+        restored = await unless_gone(request.receive, self._host.restore(path), goes_on=True)
+        return JSONResponse({**restored, "path": path.name})
 
     # ---- the work behind them ----
 

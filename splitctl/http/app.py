@@ -14,7 +14,7 @@ from pathlib import Path
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -29,6 +29,9 @@ from splitctl.http.guard import Guard
 from splitctl.http.intake import HttpLimits, Intake
 from splitctl.http.metrics import CONTENT_TYPE, Metrics
 from splitctl.ipc.wire import shown
+
+#: The status under which requests are counted whose clients did not wait for one, as nginx has it.
+_HUNG_UP = 499
 
 Answer = Callable[[Request], Awaitable[Response]]
 
@@ -91,7 +94,13 @@ def make_app(
     app.router.redirect_slashes = False
     names = (config.host, socket.gethostname())
     guarded = Guard(
-        app, api_keys=config.api_keys, hosts=names, origins=config.origins, is_loopback=is_loopback, log=log
+        app,
+        api_keys=config.api_keys,
+        hosts=names,
+        origins=config.origins,
+        is_loopback=is_loopback,
+        on_refused=lambda status: metrics.request("other", status),
+        log=log,
     )
     if not config.origins:
         return guarded, chat
@@ -138,6 +147,9 @@ def _counted(answer: Answer, path: str, metrics: Metrics) -> Answer:
             response = error.response()
         except SplitctlError as error:
             response = api_error(error).response()
+        except (ClientDisconnect, ConnectionError):
+            metrics.request(path, _HUNG_UP)
+            raise
         metrics.request(path, response.status_code)
         return response
 

@@ -41,17 +41,20 @@ class Guard:
         hosts: Sequence[str],
         origins: Sequence[str],
         is_loopback: bool,
+        on_refused: Callable[[int], None],
         log: Callable[[str], None],
     ) -> None:
         """Protect an app, by the keys and origins of an `HttpConfig`.
 
-        `hosts` are names that this server is reached by, beside addresses of this host; `log` takes lines for the log.
+        `hosts` are names that this server is reached by, beside addresses of this host; `on_refused` is called with the
+        status of every request that does not get its answer from the app; `log` takes lines for the log.
         """
         self._app = app
         self._keys = [hashlib.sha256(key.encode()).digest() for key in api_keys]
         self._hosts = {host.lower() for host in hosts}
         self._origins = set(origins)
         self._is_loopback = is_loopback
+        self._on_refused = on_refused
         self._log = log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,6 +84,7 @@ class Guard:
             failure = ApiError(500, "a fault of splitctl; its log says more, please report it", code="internal")
         else:
             return
+        self._on_refused(failure.status)
         if not started:
             await failure.response()(scope, receive, send)
 

@@ -52,8 +52,13 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _T], *, goes_on: bool = False) -> _T:
     """Do some work unless the client hangs up first; what it still sends is dropped.
+
+    Args:
+        receive: gives what the client sends.
+        work: what is done.
+        goes_on: let the work end by itself where the client is gone; otherwise it is cancelled.
 
     Raises:
         ConnectionError: it did.
@@ -66,9 +71,12 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
             raise ConnectionResetError("the client hung up")
         return working.result()
     finally:
-        for task in (working, leaving):
+        # Nobody may be left to take what the work comes to.
+        working.add_done_callback(lambda done: done.cancelled() or done.exception())
+        given_up = {leaving} if goes_on else {working, leaving}
+        for task in given_up:
             task.cancel()
-        await asyncio.wait({working, leaving})
+        await asyncio.wait(given_up)
 
 
 async def _hung_up(receive: Receive) -> None:

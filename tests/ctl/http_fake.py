@@ -34,6 +34,10 @@ class FakeSession:
         self.error: Exception | None = None
         self.state = "serving"
         self.more: dict[str, Any] = {}
+        self.held: asyncio.Event | None = None
+        """Checks, switches, saves and restores wait for it."""
+        self.at_work: asyncio.Queue[str] = asyncio.Queue()
+        """What began to wait, how it ended, as it happens."""
 
     def status(self) -> dict[str, Any]:
         """Say what the test wants."""
@@ -66,7 +70,7 @@ class FakeSession:
 
     async def switch(self, changes: Mapping[str, Any], _options: SwitchOptions, **_more: Any) -> dict[str, Any]:
         """Say what was asked."""
-        self._fail()
+        await self._work("switch")
         return {"status": "switched", "requested": changes["mode"].value}
 
     def cancel_switch(self) -> None:
@@ -75,18 +79,18 @@ class FakeSession:
 
     async def check(self, changes: Mapping[str, Any], _options: SwitchOptions) -> dict[str, Any]:
         """Allow everything but a row split."""
-        self._fail()
+        await self._work("check")
         reasons = [{"code": "no-row", "text": "this build has no row mode"}] if changes["mode"].value == "row" else []
         return {"reasons": reasons, "expected_s": None}
 
     async def save(self, path: Path) -> dict[str, Any]:
         """Write nothing."""
-        self._fail()
+        await self._work("save")
         return {"path": str(path), "bytes": 0, "sequences": 0, "tokens": 0}
 
     async def restore(self, path: Path) -> dict[str, Any]:
         """Read nothing."""
-        self._fail()
+        await self._work("restore")
         return {"path": str(path)}
 
     def recent_switches(self) -> list[dict[str, Any]]:
@@ -96,6 +100,18 @@ class FakeSession:
     def subscribe(self) -> AsyncIterator[Any]:
         """Watch."""
         return self.hub.subscribe()
+
+    async def _work(self, what: str) -> None:
+        self._fail()
+        if self.held is None:
+            return
+        self.at_work.put_nowait(f"{what} began")
+        end = "was given up"
+        try:
+            await self.held.wait()
+            end = "ended"
+        finally:
+            self.at_work.put_nowait(f"{what} {end}")
 
     def _fail(self) -> None:
         if self.error is not None:

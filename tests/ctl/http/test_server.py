@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import select
 import socket
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from urllib.parse import quote
 
 import pytest
@@ -330,6 +332,49 @@ def test_who_hangs_up_ends_its_answer(shared: Site) -> None:
                 shared.call(lambda stream=stream: stream.begin(3, 1))  # type: ignore[misc]
                 _read_until(end, b"\r\n\r\n")
         assert shared.session.cancelled.wait(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "what", "goes_on"),
+    [
+        ("GET /split-mode", None, "check", False),
+        ("POST /split-mode", {"to": "tensor", "dry_run": True}, "check", False),
+        ("POST /split-mode", {"to": "tensor"}, "switch", True),
+        ("POST /session/save", {"filename": "a"}, "save", True),
+        ("POST /session/restore", {"filename": "a"}, "restore", True),
+    ],
+)
+def test_who_hangs_up_is_let_go_of_while_the_session_works(
+    tmp_path: Path, route: str, body: object, what: str, *, goes_on: bool
+) -> None:
+    """The request is over while its work is not: a check is given up, and what changes something ends by itself."""
+    (tmp_path / "a").touch()
+    raw = json.dumps(body).encode()
+    with site(HttpConfig(port=0, folder=tmp_path)) as served:
+        held = served.session.held = asyncio.Event()
+        with served.connect() as end:
+            end.sendall(f"{route} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw)
+            assert served.await_(served.session.at_work.get()) == f"{what} began"
+        hung_up = f'splitctl_http_requests_total{{route="{route.split()[1]}",status="499"}} 1.0'
+        while hung_up not in served.get("/metrics").raw.decode():
+            continue
+        if goes_on:
+            assert served.session.at_work.empty()
+            served.call(held.set)
+        assert served.await_(served.session.at_work.get()) == f"{what} {'ended' if goes_on else 'was given up'}"
+        served.session.held = None
+        assert served.get("/split-mode").status == 200
+        assert served.lines == []
+
+
+def test_a_refusal_is_counted_whoever_it_comes_from() -> None:
+    """Requests that are turned away before any route looks at them are counted as well."""
+    with site(HttpConfig(port=0, api_keys=("k",))) as served:
+        assert served.get("/session").status == 401
+        assert served.get("/session", Origin="https://evil.example").status == 403
+        numbers = served.get("/metrics", Authorization="Bearer k").raw.decode()
+        for status in (401, 403):
+            assert f'splitctl_http_requests_total{{route="other",status="{status}"}} 1.0' in numbers
 
 
 def test_too_much_is_turned_away() -> None:
