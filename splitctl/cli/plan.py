@@ -26,24 +26,29 @@ from splitctl.cli.options import (
 )
 from splitctl.cli.output import ExitCode, Screen, print_json
 from splitctl.cli.plan_text import chunk_text, show
+from splitctl.errors import Reason
 from splitctl.ipc.jobs import RequestFailed
 from splitctl.ipc.reserving import Reserver
 from splitctl.model.facts import ModelFacts, read_facts
 from splitctl.placement import Placement, SplitMode
 from splitctl.planning.backends import unit_of
-from splitctl.planning.fitting import MIN_CHUNK, Chunk
+from splitctl.planning.fitting import HOST_POOL, MIN_CHUNK, Chunk
 from splitctl.planning.memory import DeviceFacts
 from splitctl.planning.reservation import Reservation
 from splitctl.planning.survey import (
     Known,
     ModeAnswer,
+    Size,
     SwitchAnswer,
     answer_chunk,
     answer_mode,
     answer_switch,
     mode_json,
     need_json,
-    sizes_to_ask,
+    of_sizes,
+    searched,
+    sizes_of_chunks,
+    sizes_of_search,
     switch_json,
     with_chunk,
 )
@@ -91,6 +96,30 @@ class _Asked:
     build: BuildFacts
     unsaid: Mapping[SplitMode, str]
 
+    @property
+    def modes(self) -> tuple[SplitMode, ...]:
+        """The modes that are answered for."""
+        return tuple(dict.fromkeys((*_MODES, self.generate.mode, self.prompt.mode)))
+
+    def refused(self, mode: SplitMode) -> tuple[Reason, ...]:
+        """Why the rules refuse a mode."""
+        return rules.refused(self.judged(mode))
+
+    def judged(self, mode: SplitMode) -> tuple[Finding, ...]:
+        """What the rules say of a mode."""
+        host = HostFacts({device.name: device.kind for device in self.known.devices if device.name != HOST_POOL})
+        target = _in_mode(self.generate, mode)
+        return rules.check(None, target, self.known.facts, self.build, host, SessionFacts(tokens={}))
+
+    @property
+    def switch(self) -> tuple[Placement, Placement] | None:
+        """The switch that is asked, else the one from layer to tensor mode where both are allowed."""
+        if self.prompt.mode is not self.generate.mode:
+            return self.prompt, self.generate
+        if self.refused(SplitMode.LAYER) or self.refused(SplitMode.TENSOR):
+            return None
+        return _in_mode(self.prompt, SplitMode.LAYER), _in_mode(self.generate, SplitMode.TENSOR)
+
 
 @click.command()
 @model_option
@@ -129,15 +158,17 @@ def plan(
     """Tell what every mode, and a switch, would take on each device, and the largest context that fits."""
     picture = None if plot is None else _picture()
     facts = read_facts(model)
+    reserver = Reserver(model, library, os.environ, rpc)
     try:
-        asked = _gather(facts, placement, prompt_mode, free or {}, chunk, Reserver(model, library, os.environ, rpc))
+        asked = _gather(facts, placement, prompt_mode, free or {}, chunk, reserver)
+        found = answer_chunk(asked.known, asked.prompt, _MAX_CHUNK) if chunk == 0 else None
+        if found is not None and not found.refused:
+            asked = dataclasses.replace(asked, prompt=with_chunk(asked.prompt, found.n_ubatch))
+        asked = _sure(asked, reserver)
     except RequestFailed as error:
         return screen.fail(error.name, str(error), ExitCode.FAILED)
-    answers = [_answer(asked, mode) for mode in dict.fromkeys((*_MODES, asked.generate.mode, asked.prompt.mode))]
-    found = answer_chunk(asked.known, asked.prompt, _MAX_CHUNK) if chunk == 0 else None
-    if found is not None and not found.refused:
-        asked = dataclasses.replace(asked, prompt=with_chunk(asked.prompt, found.n_ubatch))
-    switch = _switch(asked, answers)
+    answers = [_answer(asked, mode) for mode in asked.modes]
+    switch = answer_switch(asked.known, *asked.switch) if asked.switch is not None else None
     code = _code(asked, answers, switch if prompt_mode is not None else None, found)
     everything: list[ModeAnswer | SwitchAnswer] = [*answers, *([switch] if switch is not None else [])]
     if plot is not None and picture is not None:
@@ -183,23 +214,36 @@ def _gather(
     if chunk:
         prompt = with_chunk(prompt, chunk)
     real = {device["name"] for device in told["devices"]}
-    reservations: dict[SplitMode, Sequence[Reservation]] = {}
-    unsaid: dict[SplitMode, str] = {}
     batches = [prompt.n_ubatch, *((1024, 2048, _MAX_CHUNK) if chunk == 0 else ())]
+    reservations: dict[SplitMode, Sequence[Reservation]] = {}
+    of_search: dict[SplitMode, Sequence[Reservation]] = {}
+    unsaid: dict[SplitMode, str] = {}
     build = BuildFacts(told["version"], max_devices=told["max_devices"])
-    for mode in dict.fromkeys((*_MODES, placement.mode, prompt.mode)):
+    asked = _Asked(placement, prompt, Known(facts, devices, reservations, of_search), build, unsaid)
+    for mode in asked.modes:
         target = _in_mode(placement, mode)
         if not set(target.devices) <= real:
             unsaid[mode] = f"{', '.join(sorted(set(target.devices) - real))} is not here to be asked"
-            continue
-        if rules.refused(_findings(target, facts, build, devices)):
+        elif asked.refused(mode):
             unsaid[mode] = "the mode is refused"
-            continue
-        answer = reserver(target, sizes_to_ask(target, facts, batches))
-        reservations[mode] = answer.reservations
-        unsaid[mode] = answer.why
-    known = Known(facts, devices, reservations)
-    return _Asked(placement, prompt, known, build, unsaid)
+        else:
+            begins = sizes_of_search(target, facts)
+            answer = reserver(target, sorted({*sizes_of_chunks(target, facts, batches), *begins}))
+            reservations[mode], unsaid[mode] = answer.reservations, answer.why
+            of_search[mode] = of_sizes(answer.reservations, target, facts, begins)
+    return asked
+
+
+def _sure(asked: _Asked, reserver: Reserver) -> _Asked:
+    """Ask the library too about the contexts around every largest one."""
+    goals: list[tuple[Placement, ...]] = [(_in_mode(asked.generate, mode),) for mode in asked.modes]
+    if asked.switch is not None:
+        goals.append(asked.switch)
+
+    def ask(mode: SplitMode, sizes: Sequence[Size]) -> Sequence[Reservation]:
+        return reserver(_in_mode(asked.generate, mode), sizes).reservations
+
+    return dataclasses.replace(asked, known=searched(asked.known, goals, ask))
 
 
 def _devices(told: Mapping[str, Any], free: Mapping[str, int], placement: Placement) -> tuple[DeviceFacts, ...]:
@@ -234,35 +278,15 @@ def _in_mode(placement: Placement, mode: SplitMode) -> Placement:
     return dataclasses.replace(placement, mode=mode, tensor_split=split)
 
 
-def _findings(
-    target: Placement, facts: ModelFacts, build: BuildFacts, devices: Sequence[DeviceFacts]
-) -> tuple[Finding, ...]:
-    host = HostFacts({device.name: device.kind for device in devices if device.name != "host"})
-    return rules.check(None, target, facts, build, host, SessionFacts(tokens={}))
-
-
 def _answer(asked: _Asked, mode: SplitMode) -> ModeAnswer:
-    target = _in_mode(asked.generate, mode)
-    findings = _findings(target, asked.known.facts, asked.build, asked.known.devices)
+    findings = asked.judged(mode)
     warnings = tuple(finding.reason for finding in findings if not finding.blocking)
     return dataclasses.replace(
-        answer_mode(asked.known, target),
+        answer_mode(asked.known, _in_mode(asked.generate, mode)),
         refused=rules.refused(findings),
         warnings=warnings,
         unsaid=asked.unsaid.get(mode, ""),
     )
-
-
-def _switch(asked: _Asked, answers: Sequence[ModeAnswer]) -> SwitchAnswer | None:
-    """Answer for the switch: the one that is asked, else from layer to tensor mode where both are allowed."""
-    before, after = asked.prompt, asked.generate
-    if before.mode is after.mode:
-        allowed = {answer.plan.placement.mode for answer in answers if not answer.refused}
-        if not {SplitMode.LAYER, SplitMode.TENSOR} <= allowed:
-            return None
-        before = _in_mode(before, SplitMode.LAYER)
-        after = _in_mode(after, SplitMode.TENSOR)
-    return answer_switch(asked.known, before, after)
 
 
 def _code(asked: _Asked, answers: Sequence[ModeAnswer], switch: SwitchAnswer | None, chunk: Chunk | None) -> ExitCode:

@@ -142,7 +142,7 @@ def _notes(answer: ModeAnswer | SwitchAnswer) -> Iterator[str]:
 def _largest(n_ctx: int, missing: Sequence[Need]) -> str:
     if not n_ctx:
         return f"none: {missing[0].text}" if missing else "none"
-    return f"{n_ctx} tokens" + (f"; for more, {missing[0].text}" if missing else " (no more is asked of the model)")
+    return f"{n_ctx} tokens" + (f"; for more, {missing[0].text}" if missing else " (the model was trained for no more)")
 
 
 def _split(shares: Sequence[float]) -> str:

@@ -1,7 +1,8 @@
 """Compute buffers: from what the library reserved on paper, else from a formula that is meant to be too high.
 
-A compute buffer is the largest of several sums, each linear in the context and in the micro-batch. So between two
-sizes that were reserved, a straight line is never too low.
+A compute buffer grows with the context and the micro-batch on straight lines, with steps down where one tensor begins
+to fit into the place of another. So between two sizes that were reserved a straight line is an estimate, and only a
+size that was reserved itself is exact.
 """
 
 from __future__ import annotations
@@ -60,13 +61,19 @@ def compute_of(facts: ModelFacts, placement: Placement, n_devices: int, known: S
     return Compute(_formula(facts, placement, n_devices), measured=False, exchange_bytes=exchange)
 
 
+def is_reserved(facts: ModelFacts, placement: Placement, known: Sequence[Reservation]) -> bool:
+    """Tell whether the library reserved just what a placement asks for: its buffers are no estimate then."""
+    shape = shape_of(facts, placement)
+    return any((one.n_ctx, one.n_ubatch) == (shape.n_ctx, shape.n_ubatch) for one in known)
+
+
 def _between(known: Sequence[Reservation], n_ctx: int, n_ubatch: int) -> dict[str, int] | None:
     """Look sizes up; interpolate between the nearest around them, first over the context, then over the batch."""
     if not known:
         return None
     by_batch: dict[int, list[Reservation]] = {}
     for one in known:
-        by_batch.setdefault(min(one.n_ubatch, one.n_batch, one.n_ctx), []).append(one)
+        by_batch.setdefault(one.n_ubatch, []).append(one)
     rows = {batch: _over_context(of_batch, n_ctx) for batch, of_batch in by_batch.items()}
     usable = {batch: row for batch, row in rows.items() if row is not None}
     if n_ubatch in usable:
@@ -83,16 +90,16 @@ def _between(known: Sequence[Reservation], n_ctx: int, n_ubatch: int) -> dict[st
 
 def _over_context(known: Sequence[Reservation], n_ctx: int) -> dict[str, int] | None:
     """Interpolate over the context; None above the largest that was reserved."""
-    exact = next((one for one in known if one.n_cells == n_ctx), None)
+    exact = next((one for one in known if one.n_ctx == n_ctx), None)
     if exact is not None:
         return dict(exact.compute)
-    above = min((one for one in known if one.n_cells > n_ctx), key=lambda one: one.n_cells, default=None)
-    below = max((one for one in known if one.n_cells < n_ctx), key=lambda one: one.n_cells, default=None)
+    above = min((one for one in known if one.n_ctx > n_ctx), key=lambda one: one.n_ctx, default=None)
+    below = max((one for one in known if one.n_ctx < n_ctx), key=lambda one: one.n_ctx, default=None)
     if above is None:
         return None
     if below is None:
         return dict(above.compute)
-    share = (n_ctx - below.n_cells) / (above.n_cells - below.n_cells)
+    share = (n_ctx - below.n_ctx) / (above.n_ctx - below.n_ctx)
     return _line(below.compute, above.compute, share)
 
 

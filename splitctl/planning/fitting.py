@@ -105,28 +105,40 @@ def lacking(needs: Iterable[Need]) -> tuple[Need, ...]:
 
 
 def largest_context(
-    limit: int, needs: Callable[[int], tuple[Need, ...]], *, step: int = PADDING
+    limit: int, needs: Callable[[int], tuple[Need, ...]], *, step: int = PADDING, marks: Sequence[int] = ()
 ) -> tuple[int, tuple[Need, ...]]:
     """Find the largest context whose needs are met.
 
     Args:
         limit: tokens at most, as a rule what the model was trained for.
         needs: of a context of so many tokens, all that has to be met (each mode, and the switch between them).
-        step: contexts are multiples of this.
+        step: contexts are multiples of this, or the limit.
+        marks: contexts whose needs are exact, ascending; the others are looked at above the largest that fits alone.
 
     Returns:
         Tokens, 0 when not even one step fits; and what the next step lacks, empty when the limit stopped it.
     """
-    low, high = 0, max(limit // step, 0)
-    if high and not lacking(needs(high * step)):
-        return high * step, ()
+    if not lacking(needs(limit)):
+        return limit, ()
+    low, high = bracket(limit, needs, marks)
+    low, high = low // step, -(-high // step)
     while high - low > 1:
         middle = (low + high) // 2
         if lacking(needs(middle * step)):
             high = middle
         else:
             low = middle
-    return low * step, lacking(needs((low + 1) * step))
+    return low * step, lacking(needs(min((low + 1) * step, limit)))
+
+
+def bracket(limit: int, needs: Callable[[int], tuple[Need, ...]], marks: Sequence[int]) -> tuple[int, int]:
+    """Give the largest mark that fits, 0 for none, and the next one, or the limit."""
+    high = limit
+    for mark in reversed(marks):
+        if not lacking(needs(mark)):
+            return mark, high
+        high = mark
+    return 0, high
 
 
 def largest_chunk(limit: int, needs: Callable[[int], tuple[Need, ...]], *, step: int = MIN_CHUNK) -> Chunk:

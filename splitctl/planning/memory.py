@@ -357,7 +357,7 @@ def _weights(pieces: Sequence[Piece], backends: Mapping[int, Backend]) -> dict[i
 
 def _corrected(layout: _Layout, tensors: Sequence[CacheTensor], n_ctx: int, known: Sequence[Reservation]) -> _Layout:
     """Scale the cache to what the library said, where it said it for this context and it is more than rounding off."""
-    said = next((one.cache_bytes for one in known if one.cache_bytes is not None and one.n_cells == n_ctx), None)
+    said = next((one.cache_bytes for one in known if one.cache_bytes is not None and one.n_ctx == n_ctx), None)
     planned = sum(tensor.n_bytes for tensor in tensors)
     if said is None or planned == 0 or abs(said - planned) <= planned // 100 + (1 << 15):
         return layout

@@ -13,9 +13,9 @@ class Reservation:
     """What one context would take, by the library itself.
 
     Args:
-        n_ctx: context that was asked, tokens.
-        n_batch: most tokens of a decode.
-        n_ubatch: most tokens of a computed batch.
+        n_ctx: context as the library padded it, tokens over all streams.
+        n_batch: most tokens of a decode, as the library cut them to the context.
+        n_ubatch: most tokens of a computed batch, cut too.
         compute: compute buffers, bytes by the buffer's name.
         cache_bytes: the whole cache, bytes; None where the build does not say.
     """
@@ -25,11 +25,6 @@ class Reservation:
     n_ubatch: int
     compute: Mapping[str, int]
     cache_bytes: int | None
-
-    @property
-    def n_cells(self) -> int:
-        """The context as the library pads it, tokens."""
-        return -(-self.n_ctx // 256) * 256
 
     def to_json(self) -> dict[str, Any]:
         """Give it as plain values."""

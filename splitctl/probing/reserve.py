@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import closing
 
 from llama_native import CallFailed, Context, Library, LoadMode, Model
 from splitctl.engine.buffer_lines import buffer_lines, cache_sections
@@ -60,7 +61,8 @@ def _reserve_one(library: Library, model: Model, placement: Placement) -> Reserv
     heard: list[str] = []
     stop = library.log.listen(lambda _, text: heard.append(text))
     try:
-        Context(model, context_params(placement, embeddings=False)).close()
+        with closing(Context(model, context_params(placement, embeddings=False))) as context:
+            made = context.n_ctx, context.n_batch, context.n_ubatch
     except CallFailed:
         return None
     finally:
@@ -72,10 +74,4 @@ def _reserve_one(library: Library, model: Model, placement: Placement) -> Reserv
             # Devices that share a buffer are printed once each: it is one buffer.
             compute[line.buffer] = max(compute.get(line.buffer, 0), line.n_bytes)
     sections = list(cache_sections(log))
-    return Reservation(
-        n_ctx=placement.n_ctx,
-        n_batch=placement.n_batch,
-        n_ubatch=placement.n_ubatch,
-        compute=compute,
-        cache_bytes=sum(n_bytes for _, n_bytes in sections) if sections else None,
-    )
+    return Reservation(*made, compute, sum(n_bytes for _, n_bytes in sections) if sections else None)

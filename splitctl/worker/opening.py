@@ -1,4 +1,4 @@
-"""What `run` and `serve` need before a session opens: the model's header, trials in child processes, progress.
+"""What `run` and `serve` need before a session opens: the model's header, trials on RPC servers, progress.
 
 For `run` also the placement that reads the prompt: the one that generates, but for its mode and its batch sizes.
 """
@@ -6,23 +6,21 @@ For `run` also the placement that reads the prompt: the one that generates, but 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
 
-from llama_native import Library
 from splitctl.errors import ConfigInvalid, Reason, Refused
 from splitctl.ipc.jobs import JobEvent, Progress, RunRequest
-from splitctl.ipc.probes import Prober, verdicts_file
+from splitctl.ipc.probes import Prober
 from splitctl.ipc.reserving import Reserved
 from splitctl.model.facts import ModelFacts, read_facts
 from splitctl.outcome import DOES_NOT_FIT
 from splitctl.placement import Placement
 from splitctl.planning.fitting import HOST_POOL, MIN_CHUNK, Chunk
 from splitctl.planning.memory import DeviceFacts
-from splitctl.planning.survey import Known, answer_chunk, sizes_to_ask
-from splitctl.probing import VerdictCache
+from splitctl.planning.survey import Known, answer_chunk, sizes_of_chunks
 
 #: Largest chunk that is looked for where no batch size is given [tokens].
 MAX_CHUNK = 4096
@@ -59,20 +57,6 @@ def read_generating(model: Path) -> ModelFacts:
         kind = "an encoder" if facts.is_encoder_only else "a diffusion model"
         raise ConfigInvalid("model", f"{facts.name} ({kind})", "a model that generates one token after another")
     return facts
-
-
-def prober_of(
-    library: Library, env: Mapping[str, str], rpc: tuple[str, ...], is_cancelled: Callable[[], bool]
-) -> Prober:
-    """Return a prober that tries placements in child processes and keeps verdicts in the user's cache folder."""
-    return Prober(
-        library=library.path,
-        env=env,
-        cache=VerdictCache(verdicts_file()),
-        device_names=tuple(device.name for device in library.devices(memory=False)),
-        rpc=rpc,
-        is_cancelled=is_cancelled,
-    )
 
 
 def try_on_servers(prober: Prober, facts: ModelFacts, target: Placement, emit: Callable[[JobEvent], None]) -> None:
@@ -114,7 +98,7 @@ def with_largest_chunk(
     """
     reading = reading_placement(request)
     limit = min(request.prompt_batch or MAX_CHUNK, reading.n_ctx or facts.n_ctx_train or MAX_CHUNK)
-    reserved = reserve(reading, sizes_to_ask(reading, facts, _ASKED)).reservations
+    reserved = reserve(reading, sizes_of_chunks(reading, facts, _ASKED)).reservations
     host = DeviceFacts(HOST_POOL, "cpu", psutil.virtual_memory().available)
     chunk = answer_chunk(Known(facts, (*devices, host), {reading.mode: reserved}), reading, limit)
     if chunk.refused:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -119,6 +121,42 @@ def test_a_plan_for_devices_that_are_elsewhere(capsys: pytest.CaptureFixture[str
     )  # fmt: skip
     assert code == ExitCode.REFUSED
     assert [need["pool"] for need in body["modes"]["tensor"]["needs"] if not need["fits"]] == ["CUDA0"]
+
+
+def _trained_for(smollm2: Path, path: Path, n_ctx: int) -> Path:
+    """Make the header of a model that was trained for another context; its tensors are a hole."""
+    facts = read_facts(smollm2)
+    with smollm2.open("rb") as file:
+        header = file.read(facts.header_bytes)
+    key = b"llama.context_length" + struct.pack("<I", 4)
+    old, new = (key + struct.pack("<I", n) for n in (facts.n_ctx_train, n_ctx))
+    assert header.count(old) == 1
+    path.write_bytes(header.replace(old, new))
+    os.truncate(path, facts.file_bytes)
+    return path
+
+
+def test_the_largest_context_does_not_depend_on_the_one_that_is_asked(
+    capsys: pytest.CaptureFixture[str], smollm2: Path, tmp_path: Path
+) -> None:
+    """A model for 10M tokens: the same with any -c, and tried with just that context and with one step more."""
+    model = _trained_for(smollm2, tmp_path / "long.gguf", 10 << 20)
+
+    def plan(n_ctx: int) -> tuple[int, dict[str, Any], dict[str, int]]:
+        code, body = _plan(
+            capsys, "-m", str(model), "-c", str(n_ctx), "--device", "CPU,CPU", "-psm", "layer", "-sm", "tensor",
+            "-fa", "on", "--free", "host=3",
+        )  # fmt: skip
+        answers = {**body["modes"], "switch": body["switch"]}
+        return code, answers, {name: answer["largest_context"]["n_ctx"] for name, answer in answers.items()}
+
+    _, _, largest = plan(0)
+    assert 256 < largest["switch"] < largest["layer"] < largest["tensor"] < 10 << 20
+    for n_ctx, fits in ((largest["switch"], True), (largest["switch"] + 256, False)):
+        code, answers, again = plan(n_ctx)
+        assert again == largest
+        assert answers["switch"]["fits"] is fits
+        assert (code == ExitCode.DONE) is fits
 
 
 def test_the_terminal_gets_a_bar_for_every_device(capsys: pytest.CaptureFixture[str], smollm2: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from splitctl.placement import FlashAttn, Placement, SplitMode
+from splitctl.planning.cells import shape_of
 from splitctl.planning.fitting import (
     Need,
     balanced_split,
@@ -21,11 +23,16 @@ from splitctl.planning.memory import DeviceFacts, ModePlan, Share, plan_mode
 from splitctl.planning.reservation import Reservation
 from splitctl.planning.survey import (
     Known,
+    Size,
     answer_chunk,
     answer_mode,
     answer_switch,
     mode_json,
-    sizes_to_ask,
+    searched,
+    size_of,
+    sized,
+    sizes_of_chunks,
+    sizes_of_search,
     switch_json,
 )
 from splitctl.planning.weights import HOST, layer_devices
@@ -155,7 +162,7 @@ def _known(free: int, host: int = 1 << 40) -> Known:
         ]
         for mode, names in ((SplitMode.TENSOR, ("Meta()",)), (SplitMode.LAYER, ("CUDA0",)))
     }
-    return Known(model_facts(n_ctx_train=262_144), machine, known)
+    return Known(model_facts(n_ctx_train=262_144), machine, known, known)
 
 
 def test_a_context_that_fits_in_each_mode_can_fail_the_switch() -> None:
@@ -171,10 +178,75 @@ def test_a_context_that_fits_in_each_mode_can_fail_the_switch() -> None:
     assert not answer_switch(known, *asked).fits
 
 
-def test_the_model_limits_the_context_unless_more_is_asked() -> None:
+@pytest.mark.parametrize("n_ctx", [0, 2048, 1 << 20])
+def test_the_model_limits_the_context_whatever_is_asked(n_ctx: int) -> None:
     """Nothing lacks then."""
-    known = _known(free=1 << 45)
-    assert (answer_mode(known, PLAIN).largest.n_ctx, answer_mode(known, PLAIN).largest.lacking) == (262_144, ())
+    largest = answer_mode(_known(free=1 << 45), dataclasses.replace(PLAIN, n_ctx=n_ctx)).largest
+    assert (largest.n_ctx, largest.lacking) == (262_144, ())
+
+
+def test_a_limit_that_is_no_multiple_of_a_step_can_be_reached() -> None:
+    """The library pads it; and a model for less than a step, or than a step of many streams, has a context too."""
+    for limit, n_seq in ((2000, 1), (100, 1), (2048, 16)):
+        known = Known(model_facts(n_ctx_train=limit), (DeviceFacts("CUDA0", "gpu", 1 << 45),))
+        assert known.largest(dataclasses.replace(PLAIN, n_seq_max=n_seq)).n_ctx == limit
+
+
+def _library(known: Known, placements: Mapping[SplitMode, Placement]) -> Callable[..., Sequence[Reservation]]:
+    """Answer a dry run as libllama does: steep at the end, and with a step down where the mask takes another place."""
+
+    def ask(mode: SplitMode, sizes: Sequence[Size]) -> Sequence[Reservation]:
+        said = []
+        for size in sizes:
+            shape = shape_of(known.facts, sized(placements[mode], size))
+            mask, logits = 4 * shape.n_ctx * shape.n_ubatch, 96 * _MIB
+            n_bytes = (mask if mask >= logits else mask + logits) + 1000 * shape.n_ubatch
+            name = "Meta()" if mode is SplitMode.TENSOR else "CUDA0"
+            said.append(Reservation(shape.n_ctx, shape.n_batch, shape.n_ubatch, {name: n_bytes}, None))
+        return said
+
+    return ask
+
+
+@pytest.mark.parametrize("trained", [2048, 8192, 131_072, 1 << 20, 10 << 20])
+@pytest.mark.parametrize("free_mib", [150, 1200])
+def test_the_largest_context_does_not_depend_on_the_one_that_is_asked(trained: int, free_mib: int) -> None:
+    """It fits as a request of its own, and one step more does not, in each mode and through the switch."""
+    devices = (DeviceFacts("CUDA0", "gpu", free_mib * _MIB), DeviceFacts("CUDA1", "gpu", free_mib * _MIB))
+    host = DeviceFacts("host", "cpu", 2 * free_mib * _MIB)
+    bare = Known(model_facts(n_ctx_train=trained), (*devices, host))
+    modes = {mode: dataclasses.replace(PLAIN, mode=mode) for mode in (SplitMode.LAYER, SplitMode.TENSOR)}
+    goals = [(modes[SplitMode.LAYER],), (modes[SplitMode.TENSOR],), tuple(modes.values())]
+    ask = _library(bare, modes)
+
+    def plan(n_ctx: int) -> tuple[Known, list[tuple[Placement, ...]]]:
+        placed = [tuple(dataclasses.replace(one, n_ctx=n_ctx) for one in goal) for goal in goals]
+        begins = {mode: ask(mode, sizes_of_search(one, bare.facts)) for mode, one in modes.items()}
+        asked = {mode: ask(mode, [size_of(one, n_ctx or trained)]) for mode, one in modes.items()}
+        return searched(dataclasses.replace(bare, reservations=asked, of_search=begins), placed, ask), placed
+
+    answers = [[known.largest(*goal) for goal in placed] for known, placed in map(plan, (0, 8192, trained))]
+    assert answers[0] == answers[1] == answers[2]
+    for number, largest in enumerate(answers[0]):
+        if largest.n_ctx:
+            known, placed = plan(largest.n_ctx)
+            assert not lacking(known.needs(*placed[number]))
+        if largest.n_ctx < trained:
+            known, placed = plan(largest.n_ctx + 256)
+            assert lacking(known.needs(*placed[number])) == largest.lacking != ()
+
+
+def test_sizes_that_the_library_refuses_end_the_search() -> None:
+    """What it does not say is left to the estimate, and it is not asked twice."""
+    known = _known(free=1100 * _MIB)
+    asked: list[Size] = []
+
+    def ask(_mode: SplitMode, sizes: Sequence[Size]) -> Sequence[Reservation]:
+        asked.extend(sizes)
+        return ()
+
+    assert searched(known, [(PLAIN,)], ask).largest(PLAIN) == known.largest(PLAIN)
+    assert len(set(asked)) == len(asked) > 0
 
 
 def test_the_chunk_of_a_placement() -> None:
@@ -197,11 +269,15 @@ def test_answers_are_plain_values() -> None:
 
 
 def test_a_dry_run_is_asked_for_sizes_that_enclose_all_others() -> None:
-    """The smallest and the largest context, and every micro-batch that will be looked at."""
-    sizes = sizes_to_ask(dataclasses.replace(PLAIN, n_ctx=5000), model_facts(), [2048])
-    assert {n_ctx for n_ctx, _, _ in sizes} == {256, 5000}
-    assert {n_ubatch for _, _, n_ubatch in sizes} == {1, 256, 512, 2048}
+    """Every micro-batch that will be looked at; and contexts from the smallest to what the model was trained for."""
+    placement = dataclasses.replace(PLAIN, n_ctx=5000)
+    sizes = sizes_of_chunks(placement, model_facts(), [4096])
+    assert {n_ctx for n_ctx, _, _ in sizes} == {5000}
+    assert {n_ubatch for _, _, n_ubatch in sizes} == {1, 256, 512, 4096}
     assert all(n_batch >= n_ubatch for _, n_batch, n_ubatch in sizes)
+    for asked in (placement, dataclasses.replace(placement, n_ctx=0)):
+        sizes = sizes_of_search(asked, model_facts())
+        assert sizes == tuple((n_ctx, 2048, 512) for n_ctx in (256, 1024, 4096))
 
 
 def test_plans_are_pure() -> None:
