@@ -326,6 +326,25 @@ class BadModelFile(SplitctlError):
 
 
 @dataclass(eq=False, repr=False)
+class FileChanged(SplitctlError):
+    """A file of the model or of an adapter is not the one that the session was opened from.
+
+    Attributes:
+        path: the file.
+        how: how it differs, as a clause.
+    """
+
+    path: Path
+    how: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: the file changed since the session opened: {self.how}; put the same file back, or open a "
+            "new session"
+        )
+
+
+@dataclass(eq=False, repr=False)
 class AdapterInvalid(SplitctlError):
     """An adapter's file cannot be used with the model.
 

@@ -4,6 +4,7 @@ Laws:
     1. The context is freed before its adapters, and both before the model.
     2. What a step that failed has made is freed by :meth:`Engine.free`; a half-made engine never serves.
     3. Between free and place no memory question is asked of the library.
+    4. Whatever is loaded, and whenever, comes from the bytes that the session was opened from.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ from llama_native import (
 from splitctl import placement as placing
 from splitctl.errors import AdapterInvalid, BadModelFile, ConfigInvalid
 from splitctl.model.header import read_header
+from splitctl.model.identity import FileIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from llama_native import Library
+    from splitctl.model.header import GgufHeader
     from splitctl.placement import Placement
 
 FLASH_TURNED_OFF = re.compile(r"flash attention\b.*\bset to disabled", re.IGNORECASE)
@@ -53,24 +56,27 @@ class LoadedAdapter:
     scale: float
 
 
-def check_adapters(adapters: Sequence[LoadedAdapter]) -> None:
-    """Judge adapters by their files' headers, before a model is loaded for them.
+def check_adapters(adapters: Sequence[LoadedAdapter]) -> tuple[GgufHeader, ...]:
+    """Judge adapters by their files' headers, which are returned, before a model is loaded for them.
 
     Raises:
         AdapterInvalid: a file is missing, no GGUF, damaged, or no LoRA adapter.
         ConfigInvalid: a scale is not a finite number.
     """
+    headers = []
     for one in adapters:
         path = Path(one.path)
         if not math.isfinite(one.scale):
             raise ConfigInvalid("adapter scale", one.scale, "a finite number")
         try:
-            values = read_header(path).values
+            header = read_header(path)
         except BadModelFile as error:
             raise AdapterInvalid(path, f"it is {error.kind.value}: {error.detail}") from error
         for key, wanted in (("general.type", "adapter"), ("adapter.type", "lora")):
-            if values.get(key) != wanted:
-                raise AdapterInvalid(path, f"its {key} is {values.get(key, 'not given')}, not {wanted}")
+            if header.values.get(key) != wanted:
+                raise AdapterInvalid(path, f"its {key} is {header.values.get(key, 'not given')}, not {wanted}")
+        headers.append(header)
+    return tuple(headers)
 
 
 def resolve_threads(placement: Placement) -> Placement:
@@ -121,11 +127,12 @@ class Engine:
         model_path: str,
         adapters: Sequence[LoadedAdapter] = (),
         *,
+        files: Sequence[FileIdentity] = (),
         embeddings: bool = False,
         is_cancelled: Callable[[], bool] = lambda: False,
         on_tick: Callable[[], None] | None = None,
     ) -> None:
-        """Hold what every placement of this session has in common.
+        """Hold what every placement of this session has in common; ``files`` are those of the model and the adapters.
 
         While the library works, ``is_cancelled`` is asked; ``on_tick`` is called as often as the library calls back:
         a sign that it does not hang.
@@ -133,6 +140,7 @@ class Engine:
         self.library = library
         self.model_path = model_path
         self.adapters = tuple(adapters)
+        self.files = tuple(files)
         self.embeddings = embeddings
         self.is_cancelled = is_cancelled
         self.on_tick = on_tick
@@ -140,12 +148,22 @@ class Engine:
         self.context: Context | None = None
         self._live_adapters: list[Adapter] = []
 
+    def confirm_files(self) -> None:
+        """Refuse files that are not what they were when the session opened; equal ones may have taken their place.
+
+        Raises:
+            FileChanged: of the first that differs.
+        """
+        # Their new status is kept: the next look reads nothing again.
+        self.files = tuple(one.confirmed() for one in self.files)
+
     def place(
         self, placement: Placement, progress: Callable[[float], None] | None = None, *, cancellable: bool = True
     ) -> None:
         """Load the model into a placement.
 
         Raises:
+            FileChanged: a file is not what it was, or was written to meanwhile.
             llama_native.CallFailed: the library returned NULL.
             llama_native.LoadCancelled: the session's cancel flag was set, and ``cancellable``.
         """
@@ -157,11 +175,13 @@ class Engine:
                 progress(share)
             return not (cancellable and self.is_cancelled())
 
+        self.confirm_files()
         params = model_params(placement)
         self.model = Model.load(self.library, self.model_path, params, progress=on_progress, endable=cancellable)
+        self.confirm_files()
 
     def build(self, placement: Placement) -> Placement:
-        """Make the context, and load and apply the adapters.
+        """Make the context and apply the adapters, which are loaded with the first context of a placed model.
 
         Returns:
             The placement with what the library resolved: context size and flash attention. Batch sizes stay as they
@@ -170,6 +190,7 @@ class Engine:
         Raises:
             llama_native.CallFailed: the library returned NULL, or refused the scales.
             AdapterInvalid: an adapter does not fit the model.
+            FileChanged: an adapter's file was written to meanwhile.
         """
         if self.model is None:
             raise AssertionError("a context is built on a placed model")
@@ -183,8 +204,10 @@ class Engine:
         finally:
             stop()
         if self.adapters:
-            for one in self.adapters:
-                self._live_adapters.append(_loaded(self.model, one))
+            if not self._live_adapters:
+                for one in self.adapters:
+                    self._live_adapters.append(_loaded(self.model, one))
+                self.confirm_files()
             scales = (one.scale for one in self.adapters)
             self.context.set_adapters(list(zip(self._live_adapters, scales, strict=True)))
         return dataclasses.replace(
@@ -200,7 +223,7 @@ class Engine:
         return self.is_cancelled()
 
     def rebuild(self, placement: Placement) -> None:
-        """Throw the context away and make a new, empty one on the same model; adapters are loaded and applied again."""
+        """Throw the context away and make a new, empty one on the same model, with the same adapters."""
         self._free_context()
         self.build(placement)
 
@@ -215,15 +238,15 @@ class Engine:
         """Free context, adapters and model, whichever there are."""
         model, self.model = self.model, None
         self._free_context()
-        if model is not None:
-            model.close()
+        adapters, self._live_adapters = self._live_adapters, []
+        for one in (*adapters, model):
+            if one is not None:
+                one.close()
 
     def _free_context(self) -> None:
         context, self.context = self.context, None
-        adapters, self._live_adapters = self._live_adapters, []
-        for one in (context, *adapters):
-            if one is not None:
-                one.close()
+        if context is not None:
+            context.close()
 
 
 def _loaded(model: Model, adapter: LoadedAdapter) -> Adapter:

@@ -19,7 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from splitctl.carry.sampling import SamplerSpec
-from splitctl.errors import BadModelFile, Busy, Cancelled, ConfigInvalid, ContextFull, Parked, Refused, SplitctlError
+from splitctl.errors import (
+    BadModelFile,
+    Busy,
+    Cancelled,
+    ConfigInvalid,
+    ContextFull,
+    FileChanged,
+    Parked,
+    Refused,
+    SplitctlError,
+)
 from splitctl.ipc.wire import kinds_of
 from splitctl.outcome import SwitchOptions
 from splitctl.placement import Placement, SplitMode
@@ -52,6 +62,7 @@ _FAULTS: Mapping[type[Exception], Fault] = {
     ConfigInvalid: Fault.CONFIG,
     ContextFull: Fault.CONFIG,
     BadModelFile: Fault.MODEL,
+    FileChanged: Fault.MODEL,
 }
 
 
@@ -109,6 +120,7 @@ class RunRequest:
         prompt_ubatch: most tokens of one computed batch of the prompt; 0 for the largest that every device can lend,
             None for the placement's own.
         sampler: how tokens are picked, and the texts that end the generation.
+        sampler_named: the fields of it that were asked for; a restored session's own count for the others.
         options: how the session switches; `force` is for its opening too.
         restore: a carry, or a session or slot file of the library, that the session begins with; None: empty.
         save: where the session is saved at the end; None: nowhere.
@@ -120,7 +132,6 @@ class RunRequest:
     chat: bool
     n_predict: int
     placement: Placement
-        sampler_named: the fields of it that were asked for; a restored session's own count for the others.
     prompt_mode: SplitMode | None
     sampler: SamplerSpec
     rpc: tuple[str, ...] = ()
@@ -129,6 +140,7 @@ class RunRequest:
     save: Path | None = None
     prompt_batch: int | None = None
     prompt_ubatch: int | None = None
+    sampler_named: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +152,6 @@ class ProbeRequest:
     placement: Placement
     rpc: tuple[str, ...] = ()
 
-    sampler_named: tuple[str, ...] = ()
 
 @dataclass(frozen=True, slots=True)
 class VerifyRequest:

@@ -23,6 +23,7 @@ from splitctl.carry.sampling import SamplerSpec
 from splitctl.carry.seal import Seal
 from splitctl.ipc.jobs import Fault, JobEvent
 from splitctl.ipc.wire import kinds_of
+from splitctl.model.identity import FileIdentity
 from splitctl.outcome import SwitchOptions
 from splitctl.placement import Placement
 
@@ -67,6 +68,7 @@ class Open:
         force: open even if a trial in a child process failed.
         seal: a sealed carry to begin with; None: read the tokens of `sequences` again.
         sequences: what each sequence must hold in the end; sequences of the seal that are not in it are forgotten.
+        files: what the session was opened from before: anything else is refused; none: whatever lies there.
     """
 
     placement: Placement
@@ -74,6 +76,7 @@ class Open:
     force: bool = False
     seal: Seal | None = None
     sequences: tuple[SequenceSnapshot, ...] = ()
+    files: tuple[FileIdentity, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,8 @@ class Tokenize:
         messages: a chat in place of a text: objects with role and content.
         add_special: put the model's first token before a text.
         parse_special: let names of special tokens in a text be those tokens.
+        chat_template_kwargs: more variables of the template.
+        continue_final_message: field of the last message after whose text the prompt ends.
     """
 
     order: int
@@ -91,6 +96,8 @@ class Tokenize:
     messages: tuple[dict[str, Any], ...] | None = None
     add_special: bool = True
     parse_special: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +190,7 @@ class Opened:
         reason: why; empty where they were not.
         load_ms: time to load and build, ms.
         restore_ms: time to get the sequences back, ms; 0 without any.
+        files: what it was opened from, for the next worker's order.
     """
 
     placement: Placement
@@ -191,6 +199,7 @@ class Opened:
     reason: str = ""
     load_ms: float = 0.0
     restore_ms: float = 0.0
+    files: tuple[FileIdentity, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

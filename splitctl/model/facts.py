@@ -7,7 +7,7 @@ can be judged before anything is freed.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from splitctl.errors import BadModelFile, ModelFileFault
@@ -80,6 +80,7 @@ class ModelFacts:
         n_bytes_read: how much of the files was read, bytes.
         metadata: every entry of the architecture's own, by key without its prefix; texts' arrays are left out.
         part_tensors: how many tensors each part holds, in the order of `tensors`; empty for one file.
+        headers: the header of every part.
     """
 
     path: Path
@@ -109,6 +110,7 @@ class ModelFacts:
     n_bytes_read: int
     metadata: tuple[tuple[str, Value], ...] = ()
     part_tensors: tuple[int, ...] = ()
+    headers: tuple[GgufHeader, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def is_recurrent(self) -> bool:
@@ -299,6 +301,7 @@ class _Reading:
             n_bytes_read=sum(one.read_bytes for one in headers),
             metadata=tuple(sorted((key[len(own) :], value) for key, value in values.items() if key.startswith(own))),
             part_tensors=tuple(len(one.tensors) for one in headers),
+            headers=tuple(headers),
         )
 
     def size(self, key: str, default: int | None = None) -> int:

@@ -18,7 +18,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 import xxhash
 
@@ -68,13 +68,37 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class FileStatus:
+    """What the file system says of a file; a write or a replacement changes it.
+
+    Args:
+        device: number of the device.
+        inode: number of the file on it.
+        n_bytes: size, bytes.
+        mtime_ns: time of the last write, ns.
+        ctime_ns: time of the last change of any kind, which nobody can set back, ns.
+    """
+
+    device: int
+    inode: int
+    n_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> Self:
+        """Take it from what a stat gave."""
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+@dataclass(frozen=True, slots=True)
 class GgufHeader:
     """What stands before the tensor data of one file.
 
     Args:
         path: the file.
+        status: what the file system said of it.
         version: GGUF version.
-        file_bytes: size of the file, bytes.
         header_bytes: size of the header without its padding, bytes.
         data_offset: start of the data section, bytes.
         read_bytes: how much of the file was read, bytes.
@@ -85,8 +109,8 @@ class GgufHeader:
     """
 
     path: Path
+    status: FileStatus
     version: int
-    file_bytes: int
     header_bytes: int
     data_offset: int
     read_bytes: int
@@ -94,6 +118,11 @@ class GgufHeader:
     values: Mapping[str, Value]
     array_sizes: Mapping[str, int]
     tensors: tuple[TensorInfo, ...]
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file, bytes."""
+        return self.status.n_bytes
 
 
 def read_header(path: Path) -> GgufHeader:
@@ -117,7 +146,7 @@ def read_header(path: Path) -> GgufHeader:
         if status.st_size == 0:
             raise BadModelFile(path, ModelFileFault.EMPTY, "it has 0 bytes", _AGAIN)
         with os.fdopen(handle, "rb", buffering=0, closefd=False) as file:
-            return _Walk(path, file, status.st_size).header()
+            return _Walk(path, file, FileStatus.of(status)).header()
     finally:
         os.close(handle)
 
@@ -125,10 +154,11 @@ def read_header(path: Path) -> GgufHeader:
 class _Walk:
     """One pass over one file."""
 
-    def __init__(self, path: Path, file: BinaryIO, file_bytes: int) -> None:
+    def __init__(self, path: Path, file: BinaryIO, status: FileStatus) -> None:
         self._path = path
         self._file = file
-        self._file_bytes = file_bytes
+        self._status = status
+        self._file_bytes = status.n_bytes
         self._window = b""
         self._at = 0
         self._before = 0
@@ -168,8 +198,8 @@ class _Walk:
         self._check_data(tensors, data_offset, alignment)
         return GgufHeader(
             path=self._path,
+            status=self._status,
             version=version,
-            file_bytes=self._file_bytes,
             header_bytes=header_bytes,
             data_offset=data_offset,
             read_bytes=self._read_bytes,

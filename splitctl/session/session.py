@@ -11,21 +11,18 @@ worker can host the session.
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Self
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Literal, Self
 
-from llama_native import Library
+from llama_native import HandleClosed, Library
 from splitctl.carry import seal as seals
-from splitctl.engine.engine import Engine, LoadedAdapter, check_adapters, resolve_threads
-from splitctl.engine.live import CancelFlag, LiveSession
-from splitctl.errors import ConfigInvalid, Reason, Refused
-from splitctl.model.facts import read_facts
+from splitctl.engine.engine import LoadedAdapter
+from splitctl.errors import ConfigInvalid, Reason
 from splitctl.outcome import Proof, Stage, SwitchOptions, SwitchOutcome
 from splitctl.placement import Placement
-from splitctl.probing.free_memory import FreeMemoryCheck
 from splitctl.session.decoder import Decoder
-from splitctl.session.storage import Restored, Storage
-from splitctl.switching.checking import Checked, Checker
+from splitctl.session.opening import open_parts
+from splitctl.switching.checking import Checked
 from splitctl.switching.effects import Effects, Run
 from splitctl.switching.switcher import Switcher, complete
 
@@ -42,11 +39,14 @@ if TYPE_CHECKING:
     from splitctl.carry.sampling import SamplerSpec, Token
     from splitctl.carry.seal import Seal
     from splitctl.carry.sequence import SequenceCarry
+    from splitctl.engine.live import LiveSession
     from splitctl.engine.slot import Slot
     from splitctl.errors import ContextFull
     from splitctl.model.facts import ModelFacts
+    from splitctl.model.identity import FileIdentity
     from splitctl.session.decoder import Filling
-    from splitctl.switching.checking import Prober
+    from splitctl.session.storage import Restored, Storage
+    from splitctl.switching.checking import Checker, Prober
     from splitctl.switching.sealing import SealedState
 
 
@@ -74,12 +74,13 @@ class Session:
         library: Library | None = None,
         adapters: Sequence[tuple[str | os.PathLike[str], float]] = (),
         embeddings: bool = False,
-        prober: Prober | None = None,
+        prober: Prober | Literal["auto"] | None = "auto",
         cancel: threading.Event | None = None,
         progress: Callable[[float], None] | None = None,
         force: bool = False,
         arenas: Arenas | None = None,
         on_tick: Callable[[], None] | None = None,
+        files: Sequence[FileIdentity] = (),
     ) -> Self:
         """Load a model and open a context.
 
@@ -89,46 +90,38 @@ class Session:
             library: the open library; None opens the first usable one.
             adapters: LoRA files and their scales, applied in this order; they travel with every switch.
             embeddings: also compute embeddings (models without logits need it).
-            prober: tries a target placement in a child process; None: the rules alone decide.
+            prober: tries a placement in a child process, because some builds abort; "auto": as the command line does,
+                verdicts are kept in the user's cache folder; None: the rules alone decide.
             cancel: set it to end a load, a prompt or a switch early.
             progress: called with the loaded share, 0.0 to 1.0.
             force: open it even if a trial in a child process failed.
             arenas: memory for saved states that outlives the process; None: memory of its own.
             on_tick: called while the library works, as often as it calls back: a sign that it does not hang.
+            files: what another session of this model and these adapters was opened from; none: whatever lies there.
 
         Raises:
+            FileChanged: a file is not what ``files`` say, or was written to meanwhile.
             Refused: a rule or the probe refuses the placement; nothing was loaded.
             BadModelFile: the file is missing, no GGUF, truncated or hostile.
             AdapterInvalid: the same of an adapter's file, or it does not fit the model.
             ConfigInvalid: the placement cannot be for this model and library.
             llama_native.NativeError: no library, or it refused the model or the context.
         """
-        facts = read_facts(os.fspath(model_path))
-        loaded = [LoadedAdapter(os.fspath(path), scale) for path, scale in adapters]
-        check_adapters(loaded)
-        library = library or Library.open()
-        wanted = resolve_threads(placement or Placement())
-        checker = Checker(library, facts, prober, FreeMemoryCheck(library, facts))
-        reasons = checker.opening(wanted, n_adapters=len(adapters), force=force)
-        if reasons:
-            raise Refused(reasons)
-        flag = CancelFlag(cancel)
-        engine = Engine(
-            library,
+        parts = open_parts(
             os.fspath(model_path),
-            loaded,
-            embeddings=embeddings or facts.is_encoder_only,
-            is_cancelled=flag.is_set,
+            placement or Placement(),
+            library or Library.open(),
+            [LoadedAdapter(os.fspath(path), scale) for path, scale in adapters],
+            embeddings=embeddings,
+            prober=prober,
+            cancel=cancel,
+            progress=progress,
+            force=force,
+            arenas=arenas,
             on_tick=on_tick,
+            files=files,
         )
-        try:
-            engine.place(wanted, progress)
-            resolved = engine.build(wanted)
-            live = LiveSession(engine, facts, resolved, flag, arenas)
-            return cls(live, checker, Storage(live))
-        except BaseException:
-            engine.free()
-            raise
+        return cls(*parts)
 
     @property
     def placement(self) -> Placement:
@@ -141,14 +134,24 @@ class Session:
         return self._live.facts
 
     @property
+    def files(self) -> tuple[FileIdentity, ...]:
+        """What the model and then the adapters were loaded from: every file, and every part of a split one."""
+        return self._live.engine.files
+
+    @property
     def model(self) -> Model:
         """The placed model, for its vocabulary and chat template; another object after every switch.
 
         Raises:
             Parked: the session serves no more.
+            Busy: the call comes from inside a callback of a switch that has no model now.
         """
-        model: Model = self._live.model
-        return model
+        self._refuse_gone()
+        model = self._live.engine.model
+        if model is not None:
+            return model
+        with self._working("waiting for its model"):
+            return self._live.model
 
     @property
     def stage(self) -> Stage:
@@ -183,10 +186,14 @@ class Session:
         return self._slot(seq_id).embedding
 
     def tokenize(self, text: str | bytes, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Turn text into the model's tokens; ``add_special`` adds BOS as the model wants it."""
+        """Turn text into the model's tokens; ``add_special`` adds BOS as the model wants it.
+
+        It waits for nobody who reads or generates; while a switch has no model, it waits for its end.
+        """
+        with suppress(HandleClosed):
+            return self.model.tokenize(text, add_special=add_special, parse_special=parse_special)
         with self._working("tokenizing"):
-            model = self._live.model
-            return model.tokenize(text, add_special=add_special, parse_special=parse_special)
+            return self._live.model.tokenize(text, add_special=add_special, parse_special=parse_special)
 
     def prefill(
         self,

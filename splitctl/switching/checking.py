@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
-from splitctl.errors import Reason
+from splitctl.errors import FileChanged, Reason
 from splitctl.outcome import DOES_NOT_FIT, SwitchOptions
 from splitctl.placement import SplitMode
 from splitctl.probing import Verdict
@@ -103,11 +103,15 @@ class Checker:
         # A shift that another thread is at has been applied by the boundary, or is seen there.
         session = dataclasses.replace(_facts_of(live), pending_shift=False)
         started = perf_counter()
+        if changed := _changed_files(live):
+            return Checked(target, options, changed, at=(started, perf_counter()))
         found = self._first(live.placement, target, session, options, placing=live.placing)
         return dataclasses.replace(found, at=(started, perf_counter()))
 
     def again(self, live: LiveSession, earlier: Checked) -> tuple[Reason, ...]:
         """Return the reasons not to switch, for the session as it is now; the trial's verdict is the earlier one."""
+        if changed := _changed_files(live):
+            return changed
         found = self._judge(live.placement, earlier.target, _facts_of(live), earlier.verdict, earlier.options)
         return _forced(found) if earlier.options.force else rules.refused(found)
 
@@ -164,6 +168,15 @@ class Checker:
             )
             return checked((*rules.refused(findings), Reason("probe-inconclusive", text)))
         return judged(verdict)
+
+
+def _changed_files(live: LiveSession) -> tuple[Reason, ...]:
+    """Refuse what would load other bytes than the session was opened from; nothing forces that."""
+    try:
+        live.engine.confirm_files()
+    except FileChanged as error:
+        return (Reason("file-changed", str(error)),)
+    return ()
 
 
 def _facts_of(live: LiveSession) -> SessionFacts:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from llama_native import CallFailed, DeviceKind, LoadCancelled, NativeError
-from splitctl.errors import Cancelled, CannotConvert, Parked, Reason, SplitctlError, StateUnsound
+from splitctl.errors import Cancelled, CannotConvert, FileChanged, Parked, Reason, SplitctlError, StateUnsound
 from splitctl.outcome import DevicePeak, Proof, Stage, SwitchOptions
 from splitctl.switching.machine import HOUSEKEEPING, Command, EventKind, SwitchEvent
 from splitctl.switching.sealing import SealedState
@@ -83,6 +83,8 @@ class Effects:
             return _failed("cannot-convert", str(error))
         except StateUnsound as error:
             return _failed("state-unsound", str(error))
+        except FileChanged as error:
+            return _failed("file-changed", str(error))
         except MEETS as error:
             return _failed("failed", str(error) or type(error).__name__)
         finally:
@@ -108,6 +110,8 @@ class Effects:
 
     def _seal(self, state: MachineState) -> None:
         self.transfer.seal(_requested(state))
+        # The last moment at which a file that changed since the check costs nothing.
+        self.live.engine.confirm_files()
 
     def _free(self, _state: MachineState) -> None:
         self.transfer.accept()

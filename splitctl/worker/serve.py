@@ -24,13 +24,14 @@ from splitctl.ipc.wire import MessageInvalid
 from splitctl.outcome import Stage, SwitchOutcome, SwitchStatus, to_plain
 from splitctl.placement import SplitMode
 from splitctl.session import Session
+from splitctl.session.opening import trials_of
 from splitctl.switching.checking import Checked
 from splitctl.worker import hosted, prompts
 from splitctl.worker.batching import Batcher
 from splitctl.worker.failures import failure_of, logged_failure_of
 from splitctl.worker.inbox import CancelGate, CheckDone, Inbox
 from splitctl.worker.inspection import device_body
-from splitctl.worker.opening import Steps, prober_of, read_generating, try_on_servers
+from splitctl.worker.opening import Steps, read_generating, try_on_servers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,6 +100,8 @@ def _opened(
     inbox: Inbox,
 ) -> Iterator[_Server]:
     """Open the session and bring its sequences back."""
+    for one in order.files:
+        one.confirmed()
     facts = read_generating(request.model)
 
     def is_cancelled() -> bool:
@@ -106,7 +109,7 @@ def _opened(
         report.tick()
         return gate.is_asked()
 
-    prober = prober_of(library, env, request.rpc, is_cancelled)
+    prober = trials_of(library, env, is_cancelled)
     if request.rpc:
         try_on_servers(prober, facts, order.placement.changed(mode=SplitMode.TENSOR), report.emit)
     report.emit(Progress("loading", 0.0))
@@ -125,6 +128,7 @@ def _opened(
         force=order.force,
         arenas=Arenas(*map(Arena, request.arena_fds)),
         on_tick=report.tick,
+        files=order.files,
     ) as session:
         load_ms = (perf_counter() - started) * 1e3
         session.notify_seals(lambda seal: report(orders.Sealed(seal)), lambda arena: report(orders.Unsealed(arena)))
@@ -132,7 +136,8 @@ def _opened(
         reason = _bring_back(session, order, share)
         restore_ms = (perf_counter() - started) * 1e3 if order.seal or order.sequences else 0.0
         gate.end()
-        report(orders.Opened(session.placement, _about(session), bool(reason), reason, load_ms, restore_ms))
+        about = _about(session)
+        report(orders.Opened(session.placement, about, bool(reason), reason, load_ms, restore_ms, session.files))
         with _Checks(session, report, inbox, gate) as checks:
             yield _Server(session, report, gate, inbox, checks)
 
@@ -161,6 +166,7 @@ def _about(session: Session) -> dict[str, Any]:
         "architecture": facts.architecture,
         "n_layer": facts.n_layer,
         "n_vocab": model.n_vocab,
+        "decoder_start": max(model.decoder_start_token, 0) if model.has_encoder and model.has_decoder else None,
         "n_ctx_train": facts.n_ctx_train,
         "weight_bytes": facts.weight_bytes,
         "has_chat_template": bool(model.chat_template()),
@@ -292,8 +298,13 @@ class _Server:
         if (order.text is None) == (order.messages is None):
             raise ConfigInvalid("text", order.text, "a text or messages, one of them")
         if order.messages is not None:
-            messages = prompts.messages_of(order.messages)
-            tokens = prompts.chat_tokens(self._session, messages, add_special=order.add_special)
+            tokens = prompts.chat_tokens(
+                self._session,
+                prompts.messages_of(order.messages),
+                add_special=order.add_special,
+                chat_template_kwargs=order.chat_template_kwargs,
+                continue_final_message=order.continue_final_message,
+            )
         else:
             tokens = prompts.text_tokens(
                 self._session, order.text or "", add_special=order.add_special, parse_special=order.parse_special

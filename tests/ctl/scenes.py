@@ -74,7 +74,12 @@ def spec(seq_id: int) -> SamplerSpec:
 def start(library: Library, model: str, scene: Scene, cancel: threading.Event | None = None) -> Session:
     """Open a session and read the prompts."""
     session = Session.open(
-        model, scene.placement(), library=library, adapters=[(a, 0.5) for a in scene.adapters], cancel=cancel
+        model,
+        scene.placement(),
+        library=library,
+        adapters=[(a, 0.5) for a in scene.adapters],
+        prober=None,
+        cancel=cancel,
     )
     for seq_id in range(scene.n_seq):
         session.set_sampler(spec(seq_id), seq_id)

@@ -1,4 +1,4 @@
-"""Model files for the stub: a real GGUF header with no tensors, whose weights are padding."""
+"""Model files for the stub: a real GGUF header with one tensor or none; the stub reads no weights."""
 
 from __future__ import annotations
 
@@ -31,13 +31,16 @@ def _value(value: Value) -> bytes:
     return struct.pack(f"<IIQ{len(value)}i", _ARRAY, _INT32, len(value), *value)
 
 
-def write_model(path: Path, *, n_bytes: int = 0, extra: Mapping[str, Value] | None = None) -> Path:
+def write_model(
+    path: Path, *, n_bytes: int = 0, extra: Mapping[str, Value] | None = None, weights: bytes = b""
+) -> Path:
     """Write a llama model of two layers that the stub loads.
 
     Args:
         path: where to.
         n_bytes: the file's size, padded with zeros; at least that of the header.
         extra: metadata to add or to put in place of the usual.
+        weights: the data of its one tensor, f32[len / 4]; empty: no tensor.
 
     Returns:
         ``path``.
@@ -63,6 +66,10 @@ def write_model(path: Path, *, n_bytes: int = 0, extra: Mapping[str, Value] | No
         **(extra or {}),
     }
     body = b"".join(_string(key) + _value(value) for key, value in pairs.items())
-    header = b"GGUF" + struct.pack("<IQQ", 3, 0, len(pairs)) + body
+    if weights:
+        body += _string("token_embd.weight") + struct.pack("<IQIQ", 1, len(weights) // 4, 0, 0)
+    header = b"GGUF" + struct.pack("<IQQ", 3, bool(weights), len(pairs)) + body
+    if weights:
+        header = header.ljust(-(-len(header) // 32) * 32, b"\0") + weights
     path.write_bytes(header.ljust(max(n_bytes, len(header)), b"\0"))
     return path
