@@ -72,9 +72,9 @@ HEIGHT: Mapping[str, int] = {
     "host": 10,
     "control": 9,
     "worker": 9,
-    "ipc": 8,
-    "session": 7,
-    "switching": 6,
+    "session": 8,
+    "switching": 7,
+    "ipc": 6,
     "probing": 5,
     "planning": 4,
     "engine": 4,
@@ -83,6 +83,7 @@ HEIGHT: Mapping[str, int] = {
     "outcome": 2,
     "placement": 1,
     "errors": 0,
+    "places": 0,
     "last_words": 0,
 }
 #: Which folders may use which leaf. One module of the house uses both.

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -126,16 +127,54 @@ def test_flags_in_documents_exist(path: Path) -> None:
         assert {word for word in words if re.match("--?[a-z]", word)} <= known, example
 
 
+def _builds() -> list[str]:
+    """The folders of all real builds that the tests know."""
+    table = tomllib.loads((_ROOT / "ci" / "artifacts.toml").read_text(encoding="utf-8"))
+    return [row["package"].replace("==", "-") for row in (*table["build"], table["source-build"])]
+
+
+def _examples() -> list[str]:
+    texts = [path.read_text(encoding="utf-8") for path in _DOCUMENTS]
+    return [block for text in texts for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
+
+
+def _ran(model: Path, folder: Path, library: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run all examples in one process, with a model and a cache folder; with a library that is named, shortened."""
+    program = "\n".join(_examples())
+    assert program.count('"model.gguf"') == len(_examples()) == 1
+    program = program.replace('"model.gguf"', repr(str(model)))
+    if library is not None:
+        opening = f"from llama_native import Library\nLibrary.open({str(library)!r})\n"
+        program = opening + program.replace("n=64", "n=16").replace("devices=", "n_threads=1, devices=")
+    env = {**os.environ, "XDG_CACHE_HOME": str(folder)}
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=env)
+
+
 @pytest.mark.model
-def test_python_in_the_readme_runs(smollm2: Path) -> None:
-    """The README's Python example, given a real model, switches and prints a text."""
-    (block,) = re.findall(r"```python\n(.*?)```", _README.read_text(encoding="utf-8"), re.DOTALL)
-    assert block.count('"model.gguf"') == 1
-    program = block.replace('"model.gguf"', repr(str(smollm2)))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+def test_python_examples_run(smollm2: Path, tmp_path: Path) -> None:
+    """Every Python example of README and docs, given a real model, switches and prints a text."""
+    done = _ran(smollm2, tmp_path)
     assert done.returncode == 0, done.stderr
     first, _, text = done.stdout.partition("\n")
     assert first.startswith("switched ")
+    assert len(text.split()) > 10
+
+
+@pytest.mark.build
+@pytest.mark.model
+@pytest.mark.parametrize("build", _builds())
+def test_python_examples_run_on_every_build(build: str, smollm2: Path, cache_dir: Path, tmp_path: Path) -> None:
+    """Where a build dies in tensor mode the switch is refused after a trial, and the example goes on to its end."""
+    library = cache_dir / "builds" / build
+    if not library.is_dir():
+        pytest.skip(f"{build} is not there: run ci/builds")
+    done = _ran(smollm2, tmp_path, library)
+    if re.search(r"(UnsupportedAbi|LibraryUnusable): ", done.stderr):
+        assert done.returncode == 1
+        return
+    assert done.returncode == 0, done.stderr
+    first, _, text = done.stdout.partition("\n")
+    assert first.startswith("switched ") or (first.startswith("refused ") and "tried in a child process" in first)
     assert len(text.split()) > 10
 
 

@@ -234,7 +234,7 @@ def _run(library: Library, name: str, path: Path, route: str, options: argparse.
     there = here.changed(tensor_split=(3.0, 1.0)) if route == "layer-layer" else here.changed(mode=SplitMode.TENSOR)
     tokens = [int(t) for t in np.random.default_rng(0).integers(5, 900, options.tokens)]
     samples = Samples()
-    with Session.open(path, here, library=library) as session:
+    with Session.open(path, here, library=library, prober=None) as session:
         session.prefill(tokens)
         bare = Bare(library, session)
         here = session.placement

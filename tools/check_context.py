@@ -166,7 +166,7 @@ def child(job: Mapping[str, Any]) -> int:
     used = _peak()
     if job["room"] is not None:
         resource.setrlimit(resource.RLIMIT_AS, (used + job["room"], resource.RLIM_INFINITY))
-    with Session.open(job["model"], place(SplitMode(before), job["n_ctx"]), library=library) as session:
+    with Session.open(job["model"], place(SplitMode(before), job["n_ctx"]), library=library, prober=None) as session:
         session.prefill([5] * min(_N_TOKENS, job["n_ctx"] - 8))
         if after is not None:
             outcome = session.switch(place(SplitMode(after), job["n_ctx"]))

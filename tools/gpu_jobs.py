@@ -52,7 +52,7 @@ def work(job: Mapping[str, Any]) -> None:
     placement = Placement.from_json(job["placement"])
     free = [_free(library, placement.devices)]
     started = perf_counter()
-    with Session.open(job["model"], placement, library=library) as session:
+    with Session.open(job["model"], placement, library=library, prober=None) as session:
         body: dict[str, Any] = {"build": library.version, "open_s": perf_counter() - started, "steps": []}
         free.append(_free(library, placement.devices))
         lines = buffer_lines("".join(heard).splitlines())
@@ -109,7 +109,7 @@ def try_opening(job: Mapping[str, Any]) -> None:
     library = Library.open(job["library"], env=os.environ)
     say(at="opening")
     try:
-        with Session.open(job["model"], Placement.from_json(job["placement"]), library=library) as session:
+        with Session.open(job["model"], Placement.from_json(job["placement"]), library=library, prober=None) as session:
             say(at="working")
             _step(session, tokens_of(job["n_prompt"], session.facts.n_vocab), 4)
     except (NativeError, SplitctlError) as error:

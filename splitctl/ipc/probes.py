@@ -7,13 +7,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import platformdirs
-
 from splitctl.errors import Cancelled, DeadlineExceeded, WorkerLost
 from splitctl.ipc.jobs import Failure, Fault, ProbeRequest
 from splitctl.ipc.process import run_job
 from splitctl.model.facts import ModelFacts
 from splitctl.placement import Placement
+from splitctl.places import cache_folder
 from splitctl.probing import ProbeKey, ProbeVerdict, Verdict, VerdictCache, verdict_of_death
 
 #: A trial that says nothing for so long hangs [seconds]; a step of it is a load, or a few tokens.
@@ -22,7 +21,7 @@ DEADLINE_S = 300.0
 
 def verdicts_file() -> Path:
     """Name the file of verdicts, in the user's cache folder; it may not exist."""
-    return Path(platformdirs.user_cache_dir("splitctl")) / "probes.json"
+    return cache_folder() / "probes.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class Prober:
 
     Attributes:
         library: the library file that the session uses.
-        env: the environment of the children.
+        env: the environment of the children; None: that of this process.
         cache: the file of verdicts; None: a trial every time.
         device_names: the devices behind a placement that names none.
         rpc: RPC servers, HOST:PORT each. One that serves this process answers no child: run the trials that may be
@@ -41,7 +40,7 @@ class Prober:
     """
 
     library: Path
-    env: Mapping[str, str] = field(repr=False)
+    env: Mapping[str, str] | None = field(repr=False)
     cache: VerdictCache | None = None
     device_names: Sequence[str] = ()
     rpc: tuple[str, ...] = ()

@@ -24,12 +24,12 @@ from splitctl.placement import Placement, SplitMode
 from splitctl.planning.payoff import SwitchedRun, look_back
 from splitctl.probing.free_memory import device_facts
 from splitctl.session import Session
+from splitctl.session.opening import trials_of
 from splitctl.switching import tables
 from splitctl.switching.checking import TRIED
 from splitctl.worker.failures import failure_of
 from splitctl.worker.opening import (
     Steps,
-    prober_of,
     read_generating,
     reading_placement,
     try_on_servers,
@@ -163,7 +163,7 @@ def run(request: RunRequest, library: Library, env: Mapping[str, str], emit: Emi
     facts = read_generating(request.model)
     first = _first_placement(request, library, env, facts)
     state = _Run(first, first, facts, request.sampler.seeded())
-    prober = prober_of(library, env, request.rpc, cancel.is_set)
+    prober = trials_of(library, env, cancel.is_set)
     state.n_devices = len(request.placement.devices or prober.device_names)
     if request.rpc and request.placement.mode is not first.mode and request.placement.mode in TRIED:
         try_on_servers(prober, facts, request.placement, emit)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,7 @@ def _tried_first(other_mode: SplitMode) -> None:
 @pytest.fixture(scope="session")
 def straight(library: Library, smollm2: Path) -> tuple[int, ...]:
     """30 seeded tokens after the prompt, of a session that never switches: what every session that does is held to."""
-    with Session.open(smollm2, base(), library=library) as session:
+    with Session.open(smollm2, base(), library=library, prober=None) as session:
         session.prefill(session.tokenize(PROMPT))
         return tuple(token.id for token in session.generate(n=30, sampler=SEEDED))
 
@@ -115,7 +116,8 @@ def _opener(library: Library, model: Path) -> Iterator[Opener]:
     with ExitStack() as opened:
 
         def opener(placement: Placement | None = None, **named: object) -> Session:
-            session = Session.open(model, placement or base(), library=library, **named)  # type: ignore[arg-type]
+            more: dict[str, Any] = {"library": library, "prober": None, **named}
+            session = Session.open(model, placement or base(), **more)
             return opened.enter_context(session)
 
         yield opener

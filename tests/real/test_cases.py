@@ -36,7 +36,7 @@ def open_dummy(library: Library) -> Iterator[OpenDummy]:
     def opener(name: str, placement: Placement | None = None) -> Session:
         ((_, path, reason),) = make_dummies.make_many(default_folder(), [name])
         assert path is not None, reason
-        session = Session.open(path, placement or base(), library=library)
+        session = Session.open(path, placement or base(), library=library, prober=None)
         opened.append(session)
         return session
 

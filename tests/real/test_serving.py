@@ -14,6 +14,7 @@ import pytest
 from llama_native import Library
 from splitctl import SamplerSpec, Session, SplitMode
 from splitctl.errors import WorkerLost
+from splitctl.host.ledger import Ledger, StreamJob
 from splitctl.ipc import orders
 from splitctl.ipc.orders import Ended, Open, Reading, Sealed, Start, Switch, Tokenize
 from splitctl.placement import Placement
@@ -81,7 +82,7 @@ def test_a_session_and_a_worker_say_the_same(library: Library, smollm2: Path, se
     worker = serve()
     (first, *_) = _starts(worker)
     (answer,) = _run(worker, [first])
-    with Session.open(smollm2, PLACE, library=library) as session:
+    with Session.open(smollm2, PLACE, library=library, prober=None) as session:
         tokens = session.tokenize(PROMPT)
         session.prefill(tokens)
         assert (tuple(tokens), answer) == (first.tokens, [one.id for one in session.generate(n=N, sampler=SEEDED)])
@@ -92,7 +93,7 @@ def test_a_chat_goes_through_the_models_template(serve: Opener, library: Library
     worker = serve()
     worker.send(Tokenize(1, messages=({"role": "user", "content": "Say yes."},)))
     tokens = worker.until(orders.Tokenized).tokens
-    with Session.open(smollm2, PLACE, library=library) as session:
+    with Session.open(smollm2, PLACE, library=library, prober=None) as session:
         text = b"".join(session.model.piece(token, special=True) for token in tokens).decode()
     assert text.count("<|im_start|>") == 3
     assert text.endswith("<|im_start|>user\nSay yes.<|im_end|>\n<|im_start|>assistant\n")
@@ -219,14 +220,40 @@ def test_a_sequence_cut_far_back_is_what_a_fresh_one_is(library: Library, recipe
     """A sliding window that has moved on is read again where a session is rewound behind it."""
     place = PLACE.changed(n_seq_max=1)
     with (
-        Session.open(_dummy(recipe), place, library=library) as session,
-        Session.open(_dummy(recipe), place, library=library) as fresh,
+        Session.open(_dummy(recipe), place, library=library, prober=None) as session,
+        Session.open(_dummy(recipe), place, library=library, prober=None) as fresh,
     ):
         session.prefill(TOKENS)
         session.rewind(60)
         fresh.prefill(TOKENS[:60])
         # Batches of other sizes differ in the last bits; a window with a hole in it differs in all.
         assert np.allclose(session.logits(), fresh.logits(), rtol=0.01, atol=0.01)
+
+
+def test_an_encoder_decoders_idle_sequences_are_rebuilt_after_a_loss(serve: Opener, tmp_path: Path) -> None:
+    """What streams left behind is made again from what was reported of them, prompts and answers alike."""
+    model = _dummy("t5")
+    worker = serve(model=model)
+    ledger = Ledger(PLACE.n_seq_max)
+    ledger.decoder_start = worker.of(orders.Opened)[0].model["decoder_start"]
+    for number in (0, 1):
+        ledger.add(StreamJob(number, TOKENS[20 * number : 20 * number + 20], GREEDY, 5))
+    for start in ledger.startable():
+        worker.run(start)
+    for event in worker.reports:
+        match event:
+            case Reading():
+                ledger.reading(event)
+            case orders.Step():
+                ledger.step(event)
+            case Ended():
+                ledger.ended(event)
+    worker.process.kill()
+    held = ledger.snapshots()
+    assert [len(one.tokens) for one in held] == [6, 6]
+    after = serve(model=model, sequences=held)
+    after.send(orders.Save(1, tmp_path / "kept"), orders.Restore(2, tmp_path / "kept"))
+    assert after.until(orders.Replaced).sequences == held
 
 
 def test_an_encoder_decoders_snapshots_bring_it_back(serve: Opener, tmp_path: Path) -> None:

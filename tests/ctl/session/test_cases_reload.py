@@ -147,7 +147,7 @@ def child_r4(path: str, model: str, adapter: str) -> dict[str, Any]:
     for faults in ("load:null", "init:null", "adapter:null", "set_adapters:fail"):
         stub.faults(f"clear {faults}")
         try:
-            Session.open(model, Scene().placement(), library=library, adapters=[(adapter, 1.0)])
+            Session.open(model, Scene().placement(), library=library, prober=None, adapters=[(adapter, 1.0)])
             seen[faults] = "opened"
         except (AdapterInvalid, CallFailed):
             seen[faults] = stub.live()
@@ -281,7 +281,7 @@ def child_default(path: str, model: str) -> dict[str, Any]:
     library = Library.open(path)
     stub = Stub(path)
     stub.reset()
-    with Session.open(model, Placement(), library=library) as session:
+    with Session.open(model, Placement(), library=library, prober=None) as session:
         load = next(call for call in stub.calls() if call.name == "llama_model_load_from_file")
         placement = session.placement
         return {

@@ -61,7 +61,7 @@ def child_s1(path: str, model: str, folder: str) -> dict[str, Any]:
     for drawn in (0, N_TOKENS):
         scenes.generate(first, 1, drawn)
         first.save(f"{folder}/carry")
-        second = Session.open(model, Scene().placement(), library=first._live.engine.library)
+        second = Session.open(model, Scene().placement(), library=first._live.engine.library, prober=None)
         second.restore(f"{folder}/carry")
         held = second._live.positions()[0][1] + 1
         stub.reset()
@@ -122,7 +122,7 @@ def child_s18(path: str, model: str) -> dict[str, Any]:
     library = Library.open(path)
     stub = Stub(path)
     stub.faults("model:no_memory=1")
-    with Session.open(model, Scene().placement(), library=library) as session:
+    with Session.open(model, Scene().placement(), library=library, prober=None) as session:
         stub.reset()
         outcome = session.switch(session.placement.changed(mode=Scene(start="tensor").placement().mode))
         names = stub.names()
@@ -240,12 +240,12 @@ def test_s25_a_cut_that_is_refused_means_reading_again(model: Path) -> None:
 def child_s27(path: str, model: str, adapter: str, folder: str) -> dict[str, Any]:
     library = Library.open(path)
     carry = f"{folder}/carry"
-    with Session.open(model, Scene().placement(), library=library, adapters=[(adapter, 1.0)]) as session:
+    with Session.open(model, Scene().placement(), library=library, prober=None, adapters=[(adapter, 1.0)]) as session:
         session.prefill(session.tokenize("hello"))
         session.save(carry)
     seen = {}
     for name, adapters in (("same", [(adapter, 1.0)]), ("scale", [(adapter, 0.5)]), ("none", [])):
-        with Session.open(model, Scene().placement(), library=library, adapters=adapters) as session:
+        with Session.open(model, Scene().placement(), library=library, prober=None, adapters=adapters) as session:
             session.prefill(session.tokenize("other"))
             before = session.tokens()
             try:
@@ -333,7 +333,7 @@ def child_s31_parked(path: str, model: str) -> dict[str, Any]:
             seen[name] = f"not parked: {outcome.status.value}"
             session.close()
             continue
-        with Session.open(model, Scene().placement(), library=library) as second:
+        with Session.open(model, Scene().placement(), library=library, prober=None) as second:
             second.restore(session.parked_at)
             scenes.generate(second, 1, N_TOKENS)
             seen[name] = "goes on" if [second.tokens()] == scenes.straight(library, model, Scene()) else "differs"

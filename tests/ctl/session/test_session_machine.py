@@ -89,7 +89,7 @@ class SessionMachine(RuleBasedStateMachine):
 
     def opened(self) -> Session:
         """A session of its own."""
-        return Session.open(self.model, self.scene.placement(), library=self.library, cancel=self.cancel)
+        return Session.open(self.model, self.scene.placement(), library=self.library, prober=None, cancel=self.cancel)
 
     @contextmanager
     def faulty(self, faults: str) -> Iterator[None]:
