@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -18,41 +19,53 @@ _POLL_S = 0.1
 """How often a waiting switch looks at its cancel flag, seconds."""
 
 
-class Turn:
-    """A lock that a switch is preferred for, so that a generating thread cannot starve it.
+class _Ticket:
+    """A thread that waits for the turn; its gate is opened when the turn is its own."""
 
-    Thread: any may take it; the one that holds it is refused a second time (a callback must not call back in).
+    def __init__(self, what: str) -> None:
+        self.thread = threading.get_ident()
+        self.what = what
+        self.gate = threading.Lock()
+        self.gate.acquire()
+
+
+class Turn:
+    """A lock that is handed on in the order of asking, so that a generating thread starves nobody; a switch goes first.
+
+    Thread: any may take it; the one that holds it is refused a second time (a callback must not call back in). What a
+    signal's handler raises in a thread that waits ends its waiting.
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._mutex = threading.Lock()
+        self._waiting: deque[_Ticket] = deque()
         self._owner: int | None = None
         self._what = ""
         self._switch = ""
         self._announcer: int | None = None
-        self._is_awaited = False
         self._pid = os.getpid()
 
     @contextmanager
     def take(self, what: str) -> Iterator[None]:
-        """Wait for the turn, after any switch that waits for it; ``what`` is the work, as a noun, for who gets Busy.
+        """Wait for the turn, after whoever waits for it; ``what`` is the work, as a noun, for who gets Busy.
 
         Raises:
             Busy: this thread holds the turn already.
             ForkedProcess: this process is a fork of the session's.
         """
         self._own_process()
-        with self._changed:
-            self._refuse_reentry()
-            while self._owner is not None or self._is_awaited:
-                self._changed.wait()
-            self._enter(what)
+        self._refuse_reentry()
+        ticket = _Ticket(what)
         try:
+            if not self._asked(ticket):
+                ticket.gate.acquire()
             yield
         finally:
-            with self._changed:
-                self._owner = None
-                self._changed.notify_all()
+            try:
+                self._leave(ticket)
+            except BaseException:  # a signal's handler: raised when the turn is given up
+                self._leave(ticket)
+                raise
 
     @contextmanager
     def announce_switch(self, what: str) -> Iterator[None]:
@@ -63,19 +76,20 @@ class Turn:
             ForkedProcess: this process is a fork of the session's.
         """
         self._own_process()
-        with self._changed:
-            self._refuse_reentry()
-            if self._switch:
-                raise Busy(self._switch)
-            self._switch, self._announcer = what, threading.get_ident()
+        self._refuse_reentry()
+        me = threading.get_ident()
         try:
+            with self._mutex:
+                if self._switch:
+                    raise Busy(self._switch)
+                self._switch, self._announcer = what, me
             yield
         finally:
-            with self._changed:
-                self._switch, self._announcer, self._is_awaited = "", None, False
-                if self._owner == threading.get_ident():
-                    self._owner = None
-                self._changed.notify_all()
+            with self._mutex:
+                if self._announcer == me:
+                    self._switch, self._announcer = "", None
+                    if self._owner == me:
+                        self._hand_on()
 
     def enter_switch(self, timeout_s: float | None, is_cancelled: Callable[[], bool] = lambda: False) -> None:
         """Wait for the token boundary, then hold the turn until the announcement ends; no other work comes between.
@@ -86,20 +100,53 @@ class Turn:
             DeadlineExceeded: the boundary did not come in time.
             Cancelled: ``is_cancelled`` said so before it came.
         """
-        end = None if timeout_s is None else monotonic() + timeout_s
-        with self._changed:
-            self._is_awaited = True
-            while self._owner is not None:
-                left = None if end is None else end - monotonic()
-                if left is not None and left <= 0:
-                    raise DeadlineExceeded(f"the token boundary ({self._what} holds the session)", timeout_s or 0.0)
-                if is_cancelled():
-                    raise Cancelled("the switch")
-                self._changed.wait(_POLL_S if left is None else min(left, _POLL_S))
-            self._enter(self._switch)
+        ticket = _Ticket(self._switch)
+        try:
+            if not self._asked(ticket, is_first=True):
+                self._wait(ticket, timeout_s, is_cancelled)
+        except BaseException:
+            self._leave(ticket)
+            raise
 
-    def _enter(self, what: str) -> None:
-        self._owner, self._what = threading.get_ident(), what
+    def _wait(self, ticket: _Ticket, timeout_s: float | None, is_cancelled: Callable[[], bool]) -> None:
+        end = None if timeout_s is None else monotonic() + timeout_s
+        while True:
+            left = None if end is None else end - monotonic()
+            if left is not None and left <= 0:
+                raise DeadlineExceeded(f"the token boundary ({self._what} holds the session)", timeout_s or 0.0)
+            if is_cancelled():
+                raise Cancelled("the switch")
+            if ticket.gate.acquire(timeout=_POLL_S if left is None else min(left, _POLL_S)):
+                return
+
+    def _asked(self, ticket: _Ticket, *, is_first: bool = False) -> bool:
+        """Take the turn if it is free, else a place among those who wait; returns whether it was taken."""
+        with self._mutex:
+            if self._owner is None:
+                self._owner, self._what = ticket.thread, ticket.what
+                return True
+            if is_first:
+                self._waiting.appendleft(ticket)
+            else:
+                self._waiting.append(ticket)
+            return False
+
+    def _leave(self, ticket: _Ticket) -> None:
+        """Give the turn up, or the place among those who wait."""
+        with self._mutex:
+            if ticket in self._waiting:
+                self._waiting.remove(ticket)
+            elif self._owner == ticket.thread:
+                self._hand_on()
+
+    def _hand_on(self) -> None:
+        """Let the first of those who wait have the turn. The mutex is held."""
+        if not self._waiting:
+            self._owner = None
+            return
+        ticket = self._waiting.popleft()
+        self._owner, self._what = ticket.thread, ticket.what
+        ticket.gate.release()
 
     def _refuse_reentry(self) -> None:
         # A switch that still waits for its turn calls back too: its own thread would wait for itself.

@@ -1,0 +1,100 @@
+"""Several threads with one session: each is served while another generates, and the vocabulary is there for all."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_native import Library
+from splitctl.placement import SplitMode
+from tests.ctl import scenes
+from tests.ctl.scenes import Scene
+from tests.stublib import Stub, build, needs_compiler, run_child, write_model
+
+pytestmark = [pytest.mark.stub, needs_compiler]
+
+GUARD_S = 60.0
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "tiny.gguf")
+
+
+def child_tokenize(path: str, model: str, hangs: str) -> dict[str, Any]:
+    library, stub = Library.open(path), Stub(path)
+    session = scenes.start(library, model, Scene())
+    wanted = session.tokenize("two words")
+    stub.faults(hangs)
+
+    def work() -> None:
+        scenes.generate(session, 1, 2)
+        session.switch(session.placement.changed(mode=SplitMode.TENSOR))
+
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    stub.wait_hanging()
+    found: dict[str, Any] = {}
+
+    def ask() -> None:
+        found["tokens"] = session.tokenize("two words") == wanted
+        found["piece"] = session.model.piece(wanted[-1]).decode()
+
+    asker = threading.Thread(target=ask, daemon=True)
+    asker.start()
+    if hangs.startswith("decode"):
+        asker.join(GUARD_S)
+        found["at once"] = not asker.is_alive()
+    stub.release()
+    worker.join(GUARD_S)
+    asker.join(GUARD_S)
+    found["mode"] = session.placement.mode.value
+    session.close()
+    return {**found, "left": sorted(set(stub.live().values()))}
+
+
+def test_text_is_tokenized_while_another_thread_decodes(model: Path) -> None:
+    """No turn is waited for: a decode may take a minute, and the vocabulary does not change."""
+    found = run_child(child_tokenize, build(), model, "decode:hang@1").value()
+    assert found == {"at once": True, "tokens": True, "piece": "s", "mode": "tensor", "left": [0]}
+
+
+def test_text_is_tokenized_by_the_next_model_where_a_switch_has_freed_the_last(model: Path) -> None:
+    """Between two models there is no vocabulary: the call waits for the end of the switch."""
+    found = run_child(child_tokenize, build(), model, "load:hang:tensor@1").value()
+    assert found == {"tokens": True, "piece": "s", "mode": "tensor", "left": [0]}
+
+
+def child_fair(path: str, model: str) -> list[int]:
+    session = scenes.start(Library.open(path), model, Scene(n_seq=2))
+    # A device that takes its time, so that the thread that generates has the turn for most of it.
+    Stub(path).faults("pace:decode=2000")
+    made: list[int] = []
+    begun, ended = threading.Event(), threading.Event()
+
+    def generate() -> None:
+        while not ended.is_set() and len(made) < 400:
+            session.advance((0,))
+            made.append(0)
+            begun.set()
+
+    worker = threading.Thread(target=generate)
+    worker.start()
+    assert begun.wait(GUARD_S)
+    waited = []
+    for _ in range(4):
+        before = len(made)
+        session.advance((1,))
+        waited.append(len(made) - before)
+    ended.set()
+    worker.join(GUARD_S)
+    return waited
+
+
+def test_a_thread_that_generates_without_a_pause_starves_nobody(model: Path) -> None:
+    """Whoever asks waits for the token under way, and for one more at most."""
+    waited = run_child(child_fair, build(), model).value()
+    assert max(waited) <= 2
