@@ -167,6 +167,8 @@ class Ledger:
         rows: all sequences, by id.
         jobs: all streams that have their tokens and are not over, by number.
         totals: what was read and drawn since the session began.
+        decoder_start: the token with which an encoder-decoder's decoder begins, whose encoder reads the prompts; None
+            for any other model.
         version: grows whenever a sequence changes.
 
     Thread: the supervisor's loop, alone.
@@ -177,6 +179,7 @@ class Ledger:
         self.jobs: dict[int, StreamJob] = {}
         self.version = 0
         self.totals = Totals()
+        self.decoder_start: int | None = None
         self._has_worker = True
         self._steps: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
         self._last_read = (0, 0.0)
@@ -260,7 +263,8 @@ class Ledger:
         self._touch(row)
         row.stream, job.seq_id = job.number, row.seq_id
         whole = [*job.prompt, *job.drawn]
-        n_common = common(row.tokens, whole)
+        n_common = 0 if self.decoder_start is not None else common(row.tokens, whole)
+        row.encoder_tokens = ()
         row.is_pending = row.is_pending and n_common == len(row.tokens)
         del row.tokens[n_common:]
         row.sampler, row.n_draws = job.sampler, job.n_draws
@@ -278,7 +282,7 @@ class Ledger:
         if job.drawn:
             # A stream that goes on: what was drawn stays, whatever of it is read again.
             return None if job.is_over else job
-        row.tokens[:] = job.prompt[: report.n_done]
+        self._has_read(row, job, report.n_done)
         row.is_pending = False
         self._touch(row)
         if job.n_reused is None:
@@ -314,7 +318,7 @@ class Ledger:
             else:
                 # Its first token proves that the prompt was read, whether that was reported or not.  It comes from the
                 # last decode of the prompt, and is the end of that.
-                row.tokens[:] = job.prompt
+                self._has_read(row, job, len(job.prompt))
                 job.prompt_ms += report.ms
                 self.totals.prompt_ms += report.ms
             self.totals.n_drawn += 1
@@ -329,6 +333,13 @@ class Ledger:
                 delivered.append((job, drawn))
         self._steps.append((n_decoded, report.ms))
         return delivered
+
+    def _has_read(self, row: SequenceRow, job: StreamJob, n_done: int) -> None:
+        """Let a sequence hold so much of a prompt; an encoder reads one as a whole, and then its decoder begins."""
+        if self.decoder_start is None:
+            row.tokens[:] = job.prompt[:n_done]
+        elif n_done == len(job.prompt):
+            row.encoder_tokens, row.tokens[:] = job.prompt, [self.decoder_start]
 
     def ended(self, report: Ended) -> StreamJob | None:
         """Free the sequence of a stream that is over; gives the job, or None where its client has its end already."""

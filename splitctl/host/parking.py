@@ -173,7 +173,8 @@ def _with_state(sequences: Sequence[SequenceSnapshot], sealed: Sequence[tuple[in
 def _is_of(sealed: SequenceCarry, now: SequenceSnapshot) -> bool:
     """Whether a sequence was sealed with the tokens that it has now, but for one that is still to be decoded."""
     n_past = len(now.tokens) - now.is_pending
-    return n_past == sealed.n_past and sealed.tokens[:n_past].tolist() == list(now.tokens[:n_past])
+    is_same_prompt = sealed.encoder_tokens.tolist() == list(now.encoder_tokens)
+    return is_same_prompt and n_past == sealed.n_past and sealed.tokens[:n_past].tolist() == list(now.tokens[:n_past])
 
 
 def _gone_on(sealed: SequenceCarry, now: SequenceSnapshot) -> SequenceCarry:

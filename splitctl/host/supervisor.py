@@ -386,6 +386,7 @@ class Supervisor:
     def _take_opened(self, opened: orders.Opened) -> None:
         self._model, self._opened_from = opened.model, opened.files
         self._n_recomputed += opened.recomputed
+        self._streams.ledger.decoder_start = opened.model.get("decoder_start")
         self._streams.resize(opened.placement.n_seq_max)
 
     def _go_on(self) -> None:

@@ -203,6 +203,23 @@ def test_a_stream_goes_on_in_the_next_worker() -> None:
     assert ledger.jobs[1].n_losses == 0
 
 
+def test_an_encoder_decoders_sequences_are_what_its_decoder_holds() -> None:
+    """The prompt is the encoder's; nothing of it is claimed before it is read, or kept for another prompt."""
+    ledger = Ledger(1)
+    ledger.decoder_start = 0
+    ledger.add(_job(1, 4, 5, 6))
+    ledger.startable()
+    ledger.reading(Reading(1, 0, 0, 1.0))
+    assert ledger.snapshots() == ()
+    ledger.reading(Reading(1, 3, 0, 2.0))
+    ledger.step(_step(1, token=8))
+    ledger.ended(Ended(1, "length"))
+    assert ledger.snapshots() == (SequenceSnapshot(0, (0, 8), True, _SAMPLER, 0, (4, 5, 6)),)
+    ledger.add(_job(2, 0, 8, 9))
+    assert [one.tokens for one in ledger.startable()] == [(0, 8, 9)]
+    assert ledger.snapshots() == ()
+
+
 def test_a_prompt_that_was_read_in_part_is_read_on() -> None:
     """What was reported as read is what the next worker must hold; times of both workers add up."""
     ledger = Ledger(1)

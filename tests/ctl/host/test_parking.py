@@ -53,6 +53,7 @@ def _held(carry: Carry) -> list[SequenceSnapshot]:
             is_pending=one.n_past < one.tokens.size,
             sampler=one.sampler,
             n_draws=one.n_draws,
+            encoder_tokens=tuple(one.encoder_tokens.tolist()),
         )
         for one in carry.sequences
     ]
@@ -88,13 +89,17 @@ def test_a_token_that_was_drawn_since_is_parked_too(tmp_path: Path, fd: int) -> 
     )
 
 
-@pytest.mark.parametrize("change", ["tokens", "more", "fewer sequences", "another sequence", "damaged", "gone"])
+@pytest.mark.parametrize(
+    "change", ["tokens", "prompt", "more", "fewer sequences", "another sequence", "damaged", "gone"]
+)
 def test_a_session_that_has_gone_on_is_parked_as_its_tokens(tmp_path: Path, fd: int, change: str) -> None:
     """A state that is of other tokens, or that is damaged, is not written: it would be believed."""
     carry = a_carry(sequences=(a_sequence(0), a_sequence(1)))
     sealed, held = _sealed(fd, carry), _held(carry)
     if change == "tokens":
         held[0] = replace(held[0], tokens=((held[0].tokens[0] + 1) % N_VOCAB, *held[0].tokens[1:]))
+    elif change == "prompt":
+        held[0] = replace(held[0], encoder_tokens=(*held[0].encoder_tokens, 1))
     elif change == "more":
         held[0] = replace(held[0], tokens=(*held[0].tokens, 1, 2), is_pending=True)
     elif change == "fewer sequences":
