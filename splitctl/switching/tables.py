@@ -83,20 +83,21 @@ SOURCE_ONLY_CACHE_TYPES = frozenset({"iq4_nl"})
 OPAQUE_STATES = frozenset({"deepseek4"})
 
 #: Architectures whose saved states were seen to hold the layers and the widths of rows that their headers promise.
-#: Source: states of every dummy in four layouts, by `NEWEST_SEEN` and the builds before it.
+#: Source: states of every dummy in four layouts, by `NEWEST_SEEN` and the builds of 2026 before it, which differ for
+#: glm-dsa and qwen4exp.
 SEEN_MEMORIES = frozenset({
     "afmoe", "apertus", "arcee", "arctic", "arwkv7", "baichuan", "bailingmoe", "bailingmoe2", "bailingmoe3",
     "bitnet", "bloom", "chameleon", "chatglm", "codeshell", "cogvlm", "cohere2", "cohere2moe", "command-r", "dbrx",
     "deci", "deepseek", "deepseek2", "deepseek2-ocr", "deepseek32", "dots1", "dots3note", "ernie4_5",
     "ernie4_5-moe", "exaone", "exaone-moe", "exaone4", "falcon", "falcon-h1", "gemma", "gemma2", "gemma3",
-    "gemma3n", "gemma4", "glm-dsa", "glm4", "glm4moe", "glm5-next", "gpt-oss", "gpt2", "gptneox", "granite",
-    "granite_swa", "granitehybrid", "granitemoe", "grok", "grovemoe", "hrm_text", "hunyuan-dense", "hunyuan-moe",
-    "hunyuan_vl", "hy_v3", "hy_v4", "internlm2", "jais", "jais2", "jamba", "kimi-k3", "kimi-linear", "laguna",
-    "lfm2", "lfm2moe", "llama", "llama-embed", "llama4", "maincoder", "mamba", "mamba2", "maple", "mellum", "mimo2",
-    "minicpm", "minicpm3", "minimax-01", "minimax-m2", "minimax-m3", "mistral3", "mistral4", "mpt", "muse-glimmer",
-    "nanbeige", "nemotron", "nemotron_h", "nemotron_h_moe", "olmo", "olmo2", "olmoe", "openelm", "orion",
-    "paddleocr", "pangu-embedded", "phi2", "phi3", "phimoe", "plamo", "plamo2", "plamo3", "pockettts", "qwen",
-    "qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen35", "qwen35moe", "qwen3moe", "qwen3next", "qwen3tts", "qwen3vl",
+    "gemma3n", "gemma4", "glm4", "glm4moe", "glm5-next", "gpt-oss", "gpt2", "gptneox", "granite", "granite_swa",
+    "granitehybrid", "granitemoe", "grok", "grovemoe", "hrm_text", "hunyuan-dense", "hunyuan-moe", "hunyuan_vl",
+    "hy_v3", "hy_v4", "internlm2", "jais", "jais2", "jamba", "kimi-k3", "kimi-linear", "laguna", "lfm2", "lfm2moe",
+    "llama", "llama-embed", "llama4", "maincoder", "mamba", "mamba2", "maple", "mellum", "mimo2", "minicpm",
+    "minicpm3", "minimax-01", "minimax-m2", "minimax-m3", "mistral3", "mistral4", "mpt", "muse-glimmer", "nanbeige",
+    "nemotron", "nemotron_h", "nemotron_h_moe", "olmo", "olmo2", "olmoe", "openelm", "orion", "paddleocr",
+    "pangu-embedded", "phi2", "phi3", "phimoe", "plamo", "plamo2", "plamo3", "pockettts", "qwen", "qwen2",
+    "qwen2moe", "qwen2vl", "qwen3", "qwen35", "qwen35moe", "qwen3moe", "qwen3next", "qwen3tts", "qwen3vl",
     "qwen3vlmoe", "refact", "rwkv6", "rwkv7", "seed_oss", "smallthinker", "smollm3", "spark2_5", "stablelm",
     "starcoder", "starcoder2", "step35", "t5", "t5encoder", "talkie", "xverse",
 })  # fmt: skip
