@@ -1,7 +1,4 @@
-"""What owners of a C object have in common: a pointer that is there until close, and the care that a fork takes.
-
-Law: what stands on an object is freed before it, whoever frees it and in whichever order a collector ends the owners.
-"""
+"""What owners of a C object have in common: a pointer that is there until close, and the care that a fork takes."""
 
 from __future__ import annotations
 
@@ -12,39 +9,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from llama_native.errors import HandleClosed
+from llama_native.owned import Owned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterator
 
     from llama_native.library import Library
-
-
-class Owned:
-    """A C object, its free, what it reads and what stands on it: all that is needed to free it without its handle."""
-
-    __slots__ = ("above", "free", "keep", "pointer")
-
-    def __init__(self, free: Callable[[Any, Any], None]) -> None:
-        self.pointer: Any = None
-        self.free = free
-        self.keep: list[Any] = []
-        """C objects that the library may read while this one lives."""
-        self.above: list[Owned] = []
-        """What is freed before it, in this order."""
-
-    def all(self) -> Iterable[Owned]:
-        """It and what stands on it, in the order in which they are freed."""
-        for one in self.above:
-            yield from one.all()
-        yield self
-
-    def release(self, lib: Any) -> None:
-        """Give it and what stands on it back to the library, whose lock is held; ``lib`` None only forgets them."""
-        for one in self.all():
-            pointer, one.pointer = one.pointer, None
-            if pointer is not None and lib is not None:
-                one.free(lib, pointer)
-            one.keep.clear()
 
 
 class Handle(ABC):

@@ -40,7 +40,7 @@ from llama_native.logs import LEVEL_CONTINUES, LEVEL_DEBUG, LEVEL_INFO, LogTail
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from llama_native.handle import Owned
+    from llama_native.owned import Owned
 
 
 def _read_cdef(name: str) -> str:

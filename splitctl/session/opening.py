@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Literal
 
+from llama_native import Library
 from splitctl.engine.engine import Engine, LoadedAdapter, check_adapters, resolve_threads
 from splitctl.engine.live import CancelFlag, LiveSession
 from splitctl.errors import Refused
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Mapping, Sequence
 
-    from llama_native import Library
     from splitctl.carry.arena import Arenas
     from splitctl.placement import Placement
     from splitctl.switching.checking import Prober
@@ -45,7 +46,7 @@ def trials_of(library: Library, env: Mapping[str, str] | None, is_cancelled: Cal
 def open_parts(
     model_path: str,
     placement: Placement,
-    library: Library,
+    library: Library | None,
     adapters: Sequence[LoadedAdapter],
     *,
     embeddings: bool,
@@ -59,6 +60,7 @@ def open_parts(
 ) -> tuple[LiveSession, Checker, Storage]:
     """Load a model and open a context; arguments and errors are those of `Session.open`."""
     facts = read_facts(model_path)
+    library = library or Library.open(env=dict(os.environ))
     headers = (*facts.headers, *check_adapters(adapters))
     wanted = resolve_threads(placement)
     flag = CancelFlag(cancel)

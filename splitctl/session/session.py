@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Literal, Self
 
 from llama_native import HandleClosed, Library
-from splitctl.carry import seal as seals
 from splitctl.engine.engine import LoadedAdapter
 from splitctl.errors import ConfigInvalid, Reason
 from splitctl.outcome import Proof, Stage, SwitchOptions, SwitchOutcome
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
     from splitctl.session.decoder import Filling
     from splitctl.session.storage import Restored, Storage
     from splitctl.switching.checking import Checker, Prober
-    from splitctl.switching.sealing import SealedState
 
 
 class Session:
@@ -87,7 +85,7 @@ class Session:
         Args:
             model_path: the GGUF, or the first part of a split one.
             placement: where and how; None: llama.cpp's defaults. What it leaves to the library is resolved and fixed.
-            library: the open library; None opens the first usable one.
+            library: the open library; None: the one that is open, else the first usable one (LLAMA_NATIVE_LIB counts).
             adapters: LoRA files and their scales, applied in this order; they travel with every switch.
             embeddings: also compute embeddings (models without logits need it).
             prober: tries a placement in a child process, because some builds abort; "auto": as the command line does,
@@ -110,7 +108,7 @@ class Session:
         parts = open_parts(
             os.fspath(model_path),
             placement or Placement(),
-            library or Library.open(),
+            library,
             [LoadedAdapter(os.fspath(path), scale) for path, scale in adapters],
             embeddings=embeddings,
             prober=prober,
@@ -544,13 +542,7 @@ class Session:
             on_overwrite: called with the index of an arena that is about to be overwritten. Both are called with the
                 turn held: they must not call back in.
         """
-        arenas, storage = self._live.arenas, self._storage
-
-        def sealed(state: SealedState, index: int) -> None:
-            on_sealed(seals.put(arenas.both[index], index, storage.carry(state), state.digest))
-
-        self._effects.transfer.on_sealed = sealed
-        arenas.on_overwrite = on_overwrite
+        self._storage.notify_seals(self._effects.transfer, on_sealed, on_overwrite)
 
     def take_over(self, seal: Seal) -> tuple[str, ...]:
         """Become what lies sealed in one of the arenas; nothing is read again.
@@ -562,10 +554,7 @@ class Session:
             SplitctlError: it is not what was sealed, or this context cannot hold it; the session is as it was.
         """
         with self._working("taking over a sealed carry"):
-            arenas = self._live.arenas
-            carry = seals.take(arenas.both[seal.arena], seal)
-            arenas.reported = seal.arena
-            return self._storage.take_over(carry, self._effects.transfer)
+            return self._storage.take_over(seal, self._effects.transfer)
 
     def state_bytes(self) -> int | None:
         """Return how many bytes a state would take now; None for a model without a memory."""

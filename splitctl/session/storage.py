@@ -12,6 +12,7 @@ from time import time_ns
 from typing import TYPE_CHECKING
 
 import platformdirs
+from splitctl.carry import seal as seals
 
 from splitctl.carry import file as carries
 from splitctl.carry.file import Carry
@@ -28,6 +29,7 @@ from splitctl.switching.rules import SessionFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from splitctl.carry.seal import Seal
 
     from splitctl.carry.sequence import SequenceCarry
     from splitctl.engine.live import LiveSession
@@ -123,8 +125,20 @@ class Storage:
         self._take_samplers(read)
         return restored
 
-    def take_over(self, read: Carry, transfer: Transfer) -> tuple[str, ...]:
-        """Replace what the session holds with a carry in memory; where its state cannot be used, nothing is.
+    def notify_seals(
+        self, transfer: Transfer, on_sealed: Callable[[Seal], None], on_overwrite: Callable[[int], None]
+    ) -> None:
+        """Report carries that are sealed in an arena from now on, and arenas that are about to be overwritten."""
+        arenas = self._live.arenas
+
+        def sealed(state: SealedState, index: int) -> None:
+            on_sealed(seals.put(arenas.both[index], index, self.carry(state), state.digest))
+
+        transfer.on_sealed = sealed
+        arenas.on_overwrite = on_overwrite
+
+    def take_over(self, seal: Seal, transfer: Transfer) -> tuple[str, ...]:
+        """Replace what the session holds with a carry in an arena; where its state cannot be used, nothing is.
 
         Returns:
             One phrase a change that the state needed.
@@ -132,6 +146,9 @@ class Storage:
         Raises:
             SplitctlError: the carry is damaged, of another model, or this context cannot hold it; the session is as it
                 was.
+        arenas = self._live.arenas
+        read = seals.take(arenas.both[seal.arena], seal)
+        arenas.reported = seal.arena
         """
         slots, is_foreign = self._fitting(read)
         changes = transfer.replace(read.state, slots(), refit=is_foreign)
