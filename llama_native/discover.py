@@ -7,6 +7,7 @@ LLAMA_NATIVE_LIB is an order and not a hint: when it is set, nothing else is tak
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -227,7 +228,8 @@ def _examine(path: Path) -> tuple[ElfFile | None, str]:
     if not path.is_file():
         return None, "it is not a regular file"
     try:
-        elf = read_elf(path, exports=True)
+        status = path.stat()
+        elf = _read(path, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
     except ElfError as error:
         return None, str(error)
     except OSError as error:
@@ -239,6 +241,13 @@ def _examine(path: Path) -> tuple[ElfFile | None, str]:
     if not elf.shared:
         return None, "it is not a shared library"
     return elf, ""
+
+
+@functools.lru_cache(maxsize=1)
+def _read(path: Path, identity: tuple[int, ...]) -> ElfFile:
+    # A libllama exports twenty thousand symbols, and is asked for them three times while it is opened.
+    del identity
+    return read_elf(path, exports=True)
 
 
 def exported_symbols(path: str | os.PathLike[str]) -> frozenset[str]:

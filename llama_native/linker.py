@@ -53,8 +53,8 @@ def _conf_folders(conf: Path, left: int) -> Iterable[Path]:
 
 
 @functools.cache
-def _cache() -> Mapping[str, Path]:
-    """Read ld.so.cache: soname -> file. Source: glibc, sysdeps/generic/dl-cache.h (struct cache_file_new)."""
+def _cache() -> Mapping[str, list[Path]]:
+    """Read ld.so.cache: soname -> files. Source: glibc, sysdeps/generic/dl-cache.h (struct cache_file_new)."""
     try:
         data = Path("/etc/ld.so.cache").read_bytes()
     except OSError:
@@ -63,14 +63,13 @@ def _cache() -> Mapping[str, Path]:
     if start < 0 or len(data) < start + _CACHE_HEADER:
         return {}
     (n_entries,) = struct.unpack_from("<I", data, start + len(_CACHE_MAGIC))
-    found: dict[str, Path] = {}
+    found: dict[str, list[Path]] = {}
     room = (len(data) - start - _CACHE_HEADER) // _CACHE_ENTRY
     for index in range(min(n_entries, room, _MAX_CACHE_ENTRIES)):
         _flags, key, value = struct.unpack_from("<iII", data, start + _CACHE_HEADER + index * _CACHE_ENTRY)
-        name, path = (data[start + at :][:4096].split(b"\0")[0] for at in (key, value))
-        path_ = Path(os.fsdecode(path))
-        if name and _loadable(path_):
-            found.setdefault(os.fsdecode(name), path_)
+        name, path = (data[start + at : start + at + 4096].partition(b"\0")[0] for at in (key, value))
+        if name:
+            found.setdefault(os.fsdecode(name), []).append(Path(os.fsdecode(path)))
     return found
 
 
@@ -120,9 +119,9 @@ class Resolver:
         for folder in (*rpath, *self._env_folders, *_expand(elf.runpath, origin)):
             if _loadable(folder / name):
                 return folder / name
-        if name in _cache():
-            return _cache()[name]
-        return next((folder / name for folder in self._defaults if _loadable(folder / name)), None)
+        # A cache of a thousand libraries: only those of the name are opened.
+        places = (*_cache().get(name, ()), *(folder / name for folder in self._defaults))
+        return next(filter(_loadable, places), None)
 
     def problems(self, path: Path) -> tuple[str, ...]:
         """Tell what keeps the linker from loading a library: missing libraries and symbol versions, a phrase each."""
