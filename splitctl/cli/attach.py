@@ -18,7 +18,7 @@ from splitctl.cli.output import ExitCode, Screen, one_line
 from splitctl.cli.prompts import PromptUnreadable, read_prompt
 from splitctl.cli.switch import outcome_line
 from splitctl.control.client import Client, ControlAnswer, HostGone, wait
-from splitctl.control.requests import ChatMessage, EventsRequest, GenerateRequest
+from splitctl.control.requests import EventsRequest, GenerateRequest
 from splitctl.control.sockets import Address
 from splitctl.ipc.jobs import Progress
 
@@ -39,19 +39,19 @@ class Talk:
     sampler: SamplerSpec
     n_predict: int
     is_chat: bool
-    messages: list[ChatMessage] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
 
     def request(self, prompt: str) -> GenerateRequest:
         """Make the request for the next prompt."""
         if not self.is_chat:
             return GenerateRequest(prompt=prompt, n_predict=self.n_predict, sampler=self.sampler)
-        messages = (*self.messages, ChatMessage("user", prompt))
+        messages = (*self.messages, {"role": "user", "content": prompt})
         return GenerateRequest(messages=messages, n_predict=self.n_predict, sampler=self.sampler)
 
     def remember(self, prompt: str, text: str) -> None:
         """Keep prompt and answer for the next prompt of a chat."""
         if self.is_chat:
-            self.messages += [ChatMessage("user", prompt), ChatMessage("assistant", text)]
+            self.messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
 
 
 @click.command()
@@ -122,11 +122,13 @@ def _lines(screen: Screen, *, is_terminal: bool) -> Iterator[str]:
             if is_terminal:
                 screen.question("> ")
             line = sys.stdin.readline()
+            # In some locales bytes that are no text come through.
+            line.encode()
         except KeyboardInterrupt:
             screen.line("")
             return
-        except UnicodeDecodeError as error:
-            message = f"standard input is not UTF-8 ({error.reason}); convert it, for example with iconv"
+        except UnicodeError as error:
+            message = "standard input is not UTF-8; convert it, for example with iconv"
             raise PromptUnreadable(message) from error
         if not line:
             return

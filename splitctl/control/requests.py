@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from splitctl.carry.sampling import SamplerSpec
 from splitctl.errors import ConfigInvalid
-from splitctl.ipc.wire import kinds_of
+from splitctl.ipc.wire import LATER, kinds_of
+from splitctl.model.chat_messages import refuse_unreadable, refuse_unsound
 from splitctl.outcome import Proof, SwitchOptions
 from splitctl.placement import Changes
 
@@ -69,34 +71,31 @@ class CheckRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One message of a chat; its role is one that the model's template knows."""
-
-    role: str
-    content: str
-
-
-@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """Read a prompt and generate after it; exactly one of prompt, messages and tokens is given.
 
     Attributes:
         prompt: a text.
-        messages: a chat, turned into a text by the model's template.
+        messages: a chat, turned into a text by the model's template: objects with role and content, and what else the
+            template knows, such as tool_calls.
         tokens: the prompt as tokens.
         add_special: put the model's first token before a text.
         parse_special: let names of special tokens in a text be those tokens.
         n_predict: most tokens to generate; negative: until the model ends or the context is full.
         sampler: how tokens are drawn, and the texts that end the generation.
+        chat_template_kwargs: more variables of the template; add_generation_prompt is true if absent.
+        continue_final_message: field of the last message, content or reasoning_content, that the answer goes on with.
     """
 
     prompt: str | None = None
-    messages: tuple[ChatMessage, ...] | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
     tokens: tuple[int, ...] | None = None
     add_special: bool = True
     parse_special: bool = False
     n_predict: int = -1
     sampler: SamplerSpec = field(default_factory=SamplerSpec)
+    chat_template_kwargs: dict[str, Any] | None = field(default=None, metadata=LATER)
+    continue_final_message: str | None = field(default=None, metadata=LATER)
 
     def __post_init__(self) -> None:
         given = [one for one in (self.prompt, self.messages, self.tokens) if one is not None]
@@ -106,6 +105,14 @@ class GenerateRequest:
             raise ConfigInvalid("prompt", "empty", "some text, message or token")
         if self.tokens is not None and not all(0 <= token <= _INT32_MAX for token in self.tokens):
             raise ConfigInvalid("tokens", "a token out of range", f"from 0 to {_INT32_MAX}")
+        if self.messages is not None:
+            refuse_unsound("messages", self.messages)
+            refuse_unreadable(self.messages)
+        refuse_unsound("chat_template_kwargs", self.chat_template_kwargs)
+        if taken := sorted({"messages", "bos_token", "eos_token"}.intersection(self.chat_template_kwargs or ())):
+            raise ConfigInvalid("chat_template_kwargs", taken[0], "names that the server does not give itself")
+        if self.continue_final_message not in {None, "content", "reasoning_content"}:
+            raise ConfigInvalid("continue_final_message", self.continue_final_message, "content or reasoning_content")
         if not -_INT32_MAX <= self.n_predict <= _INT32_MAX:
             raise ConfigInvalid("n_predict", self.n_predict, f"at most {_INT32_MAX}; negative: no limit")
 
@@ -132,7 +139,13 @@ class RestoreRequest(_FileRequest):
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """Save the session and end the host."""
+    """Save the session and end the host.
+
+    Attributes:
+        force: end it even if the session cannot be saved; without it that is refused, and the session goes on.
+    """
+
+    force: bool = field(default=False, metadata=LATER)
 
 
 @dataclass(frozen=True, slots=True)

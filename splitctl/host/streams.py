@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -397,11 +396,12 @@ class StreamTable:
 
 
 def _tokenize(order: int, request: GenerateRequest) -> Tokenize:
-    messages = request.messages
     return Tokenize(
         order,
         text=request.prompt,
-        messages=None if messages is None else tuple(dataclasses.asdict(one) for one in messages),
+        messages=request.messages,
         add_special=request.add_special,
         parse_special=request.parse_special,
+        chat_template_kwargs=request.chat_template_kwargs,
+        continue_final_message=request.continue_final_message,
     )

@@ -1,7 +1,8 @@
 """Bodies of OpenAI's requests: read field by field, refused by name, and turned into what a host generates from.
 
 Laws:
-    1. A field that would change the answer and cannot be honoured is refused; one that changes nothing is ignored.
+    1. A field that would change the answer and cannot be honoured is refused, and so is one that nobody knows; one that
+       changes nothing is ignored. `fields` says which.
     2. Nothing is built from a body before its size has been checked.
 """
 
@@ -9,13 +10,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from splitctl.carry.sampling import RANDOM_SEED, SAMPLER_PARAMS, SamplerSpec
-from splitctl.control.requests import ChatMessage, GenerateRequest
+from splitctl.control.requests import GenerateRequest
 from splitctl.errors import ConfigInvalid
+from splitctl.http import fields
 from splitctl.http.errors import ApiError
 from splitctl.ipc.wire import shown
 
@@ -28,6 +30,8 @@ MAX_MODEL_CHARS, _MAX_ROLE_CHARS = 256, 64
 
 _MAX_MESSAGES = 4096
 _MAX_TOKENS = 2**31 - 1
+#: Names of the most tokens to generate; the first that is given counts.
+_LENGTHS = ("max_completion_tokens", "max_tokens", "n_predict")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,50 +74,48 @@ def object_of(raw: bytes) -> dict[str, Any]:
 
 def chat(body: Body, model: str) -> Asked:
     """Read a request of /v1/chat/completions to the model of this name; raises ApiError with the field."""
-    _refuse_unsupported(body, {**_NEITHER, **_NOT_IN_CHAT})
+    fields.CHAT.refuse_others(body)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise _wrong("messages", messages, "a list of at least one message")
     if len(messages) > _MAX_MESSAGES:
         raise _wrong("messages", f"{len(messages)} messages", f"{_MAX_MESSAGES} at most")
     said = tuple(_message(one, f"messages[{index}]") for index, one in enumerate(messages))
-    most = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
-    return _asked(body, model, most, is_chat=True, messages=said)
+    return _asked(body, model, is_chat=True, messages=said, **_template(body, said[-1]))
 
 
 def completion(body: Body, model: str) -> Asked:
     """Read a request of /v1/completions to the model of this name; raises ApiError with the field."""
-    _refuse_unsupported(body, {**_NEITHER, **_NOT_IN_COMPLETION})
+    fields.COMPLETION.refuse_others(body)
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         (prompt,) = prompt
     if isinstance(prompt, str) and prompt:
-        return _asked(body, model, "max_tokens", is_chat=False, prompt=_text("prompt", prompt))
-    if isinstance(prompt, list) and prompt and all(type(one) is int for one in prompt):
-        return _asked(body, model, "max_tokens", is_chat=False, tokens=tuple(prompt))
+        return _asked(body, model, is_chat=False, prompt=_text("prompt", prompt))
+    tokens = [_whole(one) for one in prompt] if isinstance(prompt, list) else []
+    if tokens and all(type(one) is int for one in tokens):
+        return _asked(body, model, is_chat=False, tokens=tuple(tokens))
     raise _wrong("prompt", prompt, "one text, or one list of tokens (one prompt a request)")
 
 
-def _asked(body: Body, model: str, most: str, *, is_chat: bool, **prompt: Any) -> Asked:
+def _asked(body: Body, model: str, *, is_chat: bool, **prompt: Any) -> Asked:
     is_stream = _flag(body, "stream")
-    options = body.get("stream_options")
-    if options is not None and not isinstance(options, dict):
-        raise _wrong("stream_options", options, "an object")
-    if options and not is_stream:
+    options = _object(body, "stream_options")
+    fields.STREAM_OPTIONS.refuse_others(options, "stream_options")
+    with_usage = _flag(options, "include_usage")
+    if with_usage and not is_stream:
         raise _wrong("stream_options", options, "nothing, without stream")
-    n_predict = _number(body, most, -1, -1, _MAX_TOKENS, whole=True)
-    if most not in body or body[most] is None:
-        n_predict = _number(body, "n_predict", -1, -1, _MAX_TOKENS, whole=True)
+    fields.RESPONSE_FORMAT.refuse_others(_object(body, "response_format"), "response_format")
+    lengths = [_number(body, name, -1, -1, _MAX_TOKENS, whole=True) for name in _LENGTHS if body.get(name) is not None]
     try:
-        request = GenerateRequest(n_predict=int(n_predict), sampler=_sampler(body), **prompt)
+        request = GenerateRequest(n_predict=int(*lengths[:1] or (-1,)), sampler=_sampler(body), **prompt)
     except ConfigInvalid as error:
         raise ApiError(400, str(error), param=error.field) from error
     name = body.get("model", model)
     # Every chunk of a stream repeats it.
     if name is not None and not (isinstance(name, str) and len(name) <= MAX_MODEL_CHARS):
         raise _wrong("model", name, f"a text of {MAX_MODEL_CHARS} characters at most")
-    with_usage = bool(options) and _flag(options or {}, "include_usage")
-    texts = [one.content for one in request.messages or ()] if request.prompt is None else [request.prompt]
+    texts = [request.prompt or "", *(text for one in request.messages or () for text in _texts(one["content"]))]
     n_bytes = sum(len(one.encode()) for one in texts)
     return Asked(
         request,
@@ -140,34 +142,93 @@ def _sampler(body: Body) -> SamplerSpec:
 
 
 def _stops(value: Any) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or len(stops) > _MAX_STOPS or not all(isinstance(one, str) for one in stops):
+    stops = value if isinstance(value, list) else [value or ""]
+    if len(stops) > _MAX_STOPS or not all(isinstance(one, str) for one in stops):
         raise _wrong("stop", value, f"a text, or a list of {_MAX_STOPS} texts at most")
-    if not all(0 < len(one) <= _MAX_STOP_CHARS for one in stops):
-        raise _wrong("stop", "an empty or very long text", f"texts of 1 to {_MAX_STOP_CHARS} characters")
-    return tuple(_text("stop", one) for one in stops)
+    if not all(len(one) <= _MAX_STOP_CHARS for one in stops):
+        raise _wrong("stop", "a very long text", f"texts of {_MAX_STOP_CHARS} characters at most")
+    # As in llama-server an empty text ends nothing.
+    return tuple(_text("stop", one) for one in stops if one)
 
 
-def _message(value: Any, where: str) -> ChatMessage:
+def _message(value: Any, where: str) -> dict[str, Any]:
+    """Read a message; what is absent, null or empty is left out."""
     if not isinstance(value, dict):
         raise _wrong(where, value, "an object with role and content")
+    fields.MESSAGE.refuse_others(value, where)
     role, content = value.get("role"), value.get("content")
     if not isinstance(role, str) or not 0 < len(role) <= _MAX_ROLE_CHARS:
         raise _wrong(f"{where}.role", role, "system, user or assistant")
-    if isinstance(content, list):
-        content = "".join(_part(one, f"{where}.content[{index}]") for index, one in enumerate(content))
-    if not isinstance(content, str):
+    if isinstance(content, list) and content:
+        content = [_part(one, f"{where}.content[{index}]") for index, one in enumerate(content)]
+    elif content is None and role == "assistant":
+        # One that calls tools says nothing.
+        content = ""
+    elif not isinstance(content, str):
         raise _wrong(f"{where}.content", content, "a text, or a list of text parts")
-    return ChatMessage(_text(f"{where}.role", role), _text(f"{where}.content", content))
+    said = {"role": role, "content": content}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if not isinstance(value.get(name) or "", str):
+            raise _wrong(f"{where}.{name}", value[name], "a text")
+        if value.get(name):
+            said[name] = value[name]
+    if calls := value.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise _wrong(f"{where}.tool_calls", calls, "a list of calls")
+        said["tool_calls"] = [_call(one, f"{where}.tool_calls[{index}]") for index, one in enumerate(calls)]
+    return said
 
 
-def _part(value: Any, where: str) -> str:
-    if isinstance(value, dict) and value.get("type") == "text" and isinstance(value.get("text"), str):
-        return str(value["text"])
-    kind = value.get("type") if isinstance(value, dict) else value
-    raise _wrong(where, kind, "a part of type text (images and sound are not taken)")
+def _call(value: Any, where: str) -> dict[str, Any]:
+    """Read the call of a tool."""
+    function = value.get("function") if isinstance(value, dict) and value.get("type") in (None, "function") else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise _wrong(where, value, "an object of type function with id and function, its name and arguments")
+    if not isinstance(function.get("arguments"), str | dict):
+        raise _wrong(f"{where}.function.arguments", function.get("arguments"), "an object, or one written as a text")
+    return {**value, "type": "function"}
+
+
+def _part(value: Any, where: str) -> dict[str, str]:
+    if not isinstance(value, dict) or value.get("type") != "text" or not isinstance(value.get("text"), str):
+        kind = value.get("type") if isinstance(value, dict) else value
+        raise _wrong(where, kind, "a part of type text (images and sound are not taken)")
+    fields.TEXT_PART.refuse_others(value, where)
+    return {"type": "text", "text": value["text"]}
+
+
+def _texts(content: str | list[dict[str, str]]) -> list[str]:
+    return [content] if isinstance(content, str) else [one["text"] for one in content]
+
+
+def _template(body: Body, last: Mapping[str, Any]) -> dict[str, Any]:
+    """Read what the model's template is given besides the messages, of which this is the last."""
+    kwargs = dict(_object(body, "chat_template_kwargs"))
+    effort = body.get("reasoning_effort")
+    if not isinstance(effort or "", str):
+        raise _wrong("reasoning_effort", effort, "a text, such as low")
+    if effort:
+        # As llama-server tells it to templates.
+        kwargs |= {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+    goes_on = body.get("continue_final_message") or None
+    if goes_on is True:
+        goes_on = "reasoning_content" if last.get("reasoning_content") and not last["content"] else "content"
+    if goes_on not in (None, "content", "reasoning_content"):
+        raise _wrong("continue_final_message", goes_on, "true, false, content or reasoning_content")
+    if goes_on == "reasoning_content" and last["content"]:
+        raise _wrong("continue_final_message", goes_on, "content: the last message has one")
+    if body.get("add_generation_prompt") is not None:
+        kwargs["add_generation_prompt"] = _flag(body, "add_generation_prompt")
+        if goes_on and kwargs["add_generation_prompt"]:
+            raise _wrong("add_generation_prompt", "true", "false, or no continue_final_message")
+    return {"chat_template_kwargs": kwargs or None, "continue_final_message": goes_on}
+
+
+def _object(body: Body, name: str) -> dict[str, Any]:
+    value = body.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise _wrong(name, value, "an object")
+    return value or {}
 
 
 def _flag(body: Body, name: str) -> bool:
@@ -178,7 +239,7 @@ def _flag(body: Body, name: str) -> bool:
 
 
 def _number(body: Body, name: str, default: float, low: float, high: float, *, whole: bool = False) -> float:
-    value = body.get(name)
+    value = _whole(body.get(name)) if whole else body.get(name)
     if value is None:
         return default
     kinds: tuple[type, ...] = (int,) if whole else (int, float)
@@ -186,6 +247,11 @@ def _number(body: Body, name: str, default: float, low: float, high: float, *, w
         kind = "a whole number" if whole else "a number"
         raise _wrong(name, value, f"{kind} from {low:g} to {high:g}")
     return value if whole else float(value)
+
+
+def _whole(value: Any) -> Any:
+    """Take 8.0 for 8: some clients know one kind of number."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _text(name: str, value: str) -> str:
@@ -198,67 +264,3 @@ def _text(name: str, value: str) -> str:
 
 def _wrong(name: str, found: Any, wanted: str) -> ApiError:
     return ApiError(400, f"{name} is {shown(found)}; wanted: {wanted}", param=name.partition("[")[0])
-
-
-def _refuse_unsupported(body: Body, fields: Mapping[str, tuple[Callable[[Any], bool], str]]) -> None:
-    for name, (is_neutral, why) in fields.items():
-        value = body.get(name)
-        if value is not None and not is_neutral(value):
-            raise ApiError(400, f"{name} is {shown(value)}; {why}", param=name, code="unsupported")
-
-
-def _is_one(value: Any) -> bool:
-    return type(value) in {int, float} and value == 1
-
-
-def _is_zero(value: Any) -> bool:
-    return type(value) in {int, float} and value == 0
-
-
-def _is_off(value: Any) -> bool:
-    return type(value) in {int, float} and value <= 0
-
-
-def _is_empty(value: Any) -> bool:
-    return value in ({}, [], "", False)
-
-
-def _is_text_format(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("type") == "text"
-
-
-def _is_no_choice(value: Any) -> bool:
-    return value in ("none", "auto")
-
-
-#: Fields that would change the answer and cannot be honoured: what is neutral in them, and what to do.
-_NEITHER: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "n": (_is_one, "one answer a request: send several requests"),
-    "presence_penalty": (_is_zero, "use repeat_penalty and repeat_last_n"),
-    "frequency_penalty": (_is_zero, "use repeat_penalty and repeat_last_n"),
-    "logit_bias": (_is_empty, "single tokens cannot be weighed"),
-    "mirostat": (_is_zero, "use temperature, top_k, top_p and min_p"),
-    "dynatemp_range": (_is_zero, "use temperature"),
-    "typical_p": (_is_one, "use top_k, top_p and min_p"),
-    "top_n_sigma": (_is_off, "use top_k, top_p and min_p"),
-    "xtc_probability": (_is_zero, "use top_k, top_p and min_p"),
-    "dry_multiplier": (_is_zero, "use repeat_penalty and repeat_last_n"),
-    "n_probs": (_is_zero, "probabilities are not given"),
-    "ignore_eos": (_is_empty, "an answer ends where the model ends it"),
-    "lora": (_is_empty, "adapters are applied for all requests: splitctl serve --lora"),
-    "grammar": (_is_empty, "grammars are not applied"),
-    "json_schema": (_is_empty, "grammars are not applied"),
-}
-_NOT_IN_CHAT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "logprobs": (_is_empty, "probabilities are not given"),
-    "tools": (_is_empty, "tools are not called"),
-    "functions": (_is_empty, "functions are not called"),
-    "tool_choice": (_is_no_choice, "tools are not called"),
-    "response_format": (_is_text_format, "answers are text: the format cannot be forced"),
-}
-_NOT_IN_COMPLETION: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "best_of": (_is_one, "one answer a request: send several requests"),
-    "logprobs": (_is_zero, "probabilities are not given"),
-    "echo": (_is_empty, "the prompt is not sent back"),
-    "suffix": (_is_empty, "text is generated after a prompt only"),
-}

@@ -30,6 +30,9 @@ _SHOWN = 60
 _WORDS = {str: "a text", bool: "true or false", int: "a whole number", float: "a number"}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
+#: Metadata of a field that came after a release: it is not written at its default, so that an older reader takes it.
+LATER = {"later": True}
+
 #: Entries of a list in a message: token lists are the longest that there are.
 MAX_ITEMS = 1 << 24
 
@@ -146,7 +149,8 @@ def _names(kinds: tuple[tuple[str, type], ...]) -> dict[type, str]:
 
 
 def _plain_fields(message: Any) -> dict[str, Any]:
-    return {field.name: _plain(getattr(message, field.name)) for field in dataclasses.fields(message)}
+    said = ((field, getattr(message, field.name)) for field in dataclasses.fields(message))
+    return {one.name: _plain(value) for one, value in said if "later" not in one.metadata or value != one.default}
 
 
 def _plain(value: Any) -> Any:

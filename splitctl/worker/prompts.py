@@ -7,6 +7,7 @@ from typing import Any
 
 from splitctl.errors import ConfigInvalid
 from splitctl.model import chat
+from splitctl.model.chat_messages import Message, refuse_unreadable
 from splitctl.session import Session
 
 
@@ -16,53 +17,43 @@ def text_tokens(session: Session, text: str, *, add_special: bool, parse_special
     return session.tokenize(text, add_special=add_special, parse_special=parse_special)
 
 
-def chat_tokens(session: Session, messages: Sequence[chat.Message], *, add_special: bool) -> list[int]:
+def chat_tokens(
+    session: Session,
+    messages: Sequence[Message],
+    *,
+    add_special: bool,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    continue_final_message: str | None = None,
+) -> list[int]:
     """Turn a chat, oldest message first, into tokens, through the model's template.
 
     Args:
         session: holds the model.
         messages: the chat so far.
         add_special: let the text begin with the model's first token, once.
+        chat_template_kwargs: more variables of the template.
+        continue_final_message: field of the last message after whose text the prompt ends.
 
     Raises:
-        ConfigInvalid: the model has no tokenizer.
+        ConfigInvalid: the model has no tokenizer, or these are no messages.
         ChatTemplateFailed: no template, a broken one, or one that refuses these messages.
     """
+    refuse_unreadable(messages)
     _refuse_without_tokenizer(session)
     model = session.model
     bos = _token_text(session, model.token_bos)
-    text = chat.render(model.chat_template(), messages, bos_token=bos, eos_token=_token_text(session, model.token_eos))
+    text = chat.render(
+        model.chat_template(),
+        messages,
+        bos_token=bos,
+        eos_token=_token_text(session, model.token_eos),
+        chat_template_kwargs=chat_template_kwargs,
+        continue_final_message=continue_final_message,
+    )
     if model.add_bos:
         # The template writes the first token, and the tokenizer would write it again.
         text, _ = chat.without_bos(text, bos)
     return session.tokenize(text, add_special=add_special, parse_special=True)
-
-
-def messages_of(bodies: Sequence[Mapping[str, Any]]) -> tuple[chat.Message, ...]:
-    """Read the messages of a chat.
-
-    Args:
-        bodies: objects with role and content; a content may be a list of objects with type "text" and text.
-
-    Raises:
-        ConfigInvalid: there is none, or one is something else.
-    """
-    if not bodies:
-        raise ConfigInvalid("messages", "empty", "one message at least")
-    return tuple(_message(at, body) for at, body in enumerate(bodies))
-
-
-def _message(at: int, body: Mapping[str, Any]) -> chat.Message:
-    role, content = body.get("role"), body.get("content")
-    if not isinstance(role, str) or not role:
-        raise ConfigInvalid(f"messages[{at}].role", role, "who speaks, such as user")
-    if isinstance(content, list):
-        parts = [one.get("text") for one in content if isinstance(one, dict) and one.get("type") == "text"]
-        texts = [one for one in parts if isinstance(one, str)]
-        content = "".join(texts) if len(texts) == len(content) else content
-    if not isinstance(content, str):
-        raise ConfigInvalid(f"messages[{at}].content", type(content).__name__, "a text, or a list of parts of text")
-    return chat.Message(role, content)
 
 
 def _refuse_without_tokenizer(session: Session) -> None:

@@ -300,7 +300,7 @@ class _Server:
         if order.messages is not None:
             tokens = prompts.chat_tokens(
                 self._session,
-                prompts.messages_of(order.messages),
+                order.messages,
                 add_special=order.add_special,
                 chat_template_kwargs=order.chat_template_kwargs,
                 continue_final_message=order.continue_final_message,

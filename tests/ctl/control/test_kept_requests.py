@@ -11,7 +11,6 @@ from splitctl.carry.sampling import SamplerSpec
 from splitctl.control.requests import (
     MAX_REQUEST_BYTES,
     REQUESTS,
-    ChatMessage,
     CheckRequest,
     ControlRequest,
     EventsRequest,
@@ -48,7 +47,7 @@ WANTED: tuple[ControlRequest, ...] = (
     CheckRequest(CHANGES, convert=False, force=True),
     GenerateRequest(prompt='a "b"\né \U0001f600'),
     GenerateRequest(prompt="x", add_special=False, parse_special=True, n_predict=5, sampler=SAMPLER),
-    GenerateRequest(messages=(ChatMessage("system", "be brief"), ChatMessage("user", "hé"))),
+    GenerateRequest(messages=({"role": "system", "content": "be brief"}, {"role": "user", "content": "hé"})),
     GenerateRequest(tokens=(1, 2, 2147483647), n_predict=0, sampler=SamplerSpec(temp=0.0)),
     SaveRequest(Path("/a b/é.carry")),
     RestoreRequest(Path("/a/b")),

@@ -14,7 +14,7 @@ import pytest
 
 from splitctl.carry import file as carries
 from splitctl.carry.sampling import SamplerSpec
-from splitctl.control.requests import ChatMessage, GenerateRequest
+from splitctl.control.requests import GenerateRequest
 from splitctl.errors import Busy, Parked, WorkerLost
 from splitctl.host.events import SessionParked, SessionSaved, TrialEnded, WorkerGone
 from splitctl.host.streams import Why
@@ -440,7 +440,7 @@ def test_a_real_session_survives_its_workers(smollm2: Path, tmp_path: Path) -> N
                 wanted = await text_of(supervisor, nothing)
                 assert await text_of(supervisor, kill) == wanted
                 assert await text_of(supervisor, kill_while_placing) == wanted
-                chat = GenerateRequest(messages=(ChatMessage("user", "Say hello."),), n_predict=4, sampler=GREEDY)
+                chat = GenerateRequest(messages=({"role": "user", "content": "Say hello."},), n_predict=4, sampler=GREEDY)
                 assert (await (await ask(supervisor, chat)).end()).n_predicted > 0
                 outcome = await supervisor.switch({"mode": SplitMode.TENSOR})
                 assert (outcome["status"], outcome["effective"]) == ("switched", "tensor")

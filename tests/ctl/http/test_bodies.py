@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 
 from splitctl.carry.sampling import RANDOM_SEED
+from splitctl.control.requests import REQUESTS
 from splitctl.errors import SplitctlError
 from splitctl.host.streams import Done, Why
-from splitctl.http import answers, bodies
+from splitctl.http import answers, bodies, fields
 from splitctl.http.admin import Admin
+from splitctl.http.bodies import Asked
 from splitctl.http.errors import ApiError, api_error
 from splitctl.http.intake import HttpLimits, Intake
+from splitctl.ipc.wire import to_object
 from splitctl.outcome import SwitchOptions, to_plain
 from splitctl.placement import Changes
 
@@ -42,7 +45,7 @@ def test_a_plain_chat_is_read() -> None:
         "seed": 2**32 + 5,
     }
     asked = bodies.chat(body, "served")
-    assert [(one.role, one.content) for one in asked.request.messages or ()] == [("system", "ab"), ("user", "hi")]
+    assert asked.request.messages == ({"role": "system", "content": parts}, SAYS[0])
     sampler = asked.request.sampler
     assert (sampler.temp, sampler.top_p, sampler.top_k, sampler.min_p) == (0.0, 1.0, -1, 0.5)
     assert (sampler.repeat_penalty, sampler.repeat_last_n, sampler.stop, sampler.seed) == (1.1, -1, ("x",), 5)
@@ -81,6 +84,7 @@ def test_no_seed_is_a_random_one(seed: int | None) -> None:
         (["a"], "a", None),
         ([1, 2], None, (1, 2)),
         ([[1, 2]], None, (1, 2)),
+        ([1.0, 2], None, (1, 2)),
     ],
 )
 def test_prompts_are_texts_or_tokens(prompt: Any, text: str | None, tokens: tuple[int, ...] | None) -> None:
@@ -90,7 +94,7 @@ def test_prompts_are_texts_or_tokens(prompt: Any, text: str | None, tokens: tupl
 
 
 @pytest.mark.parametrize(
-    "prompt", [None, "", [], ["a", "b"], [[1], [2]], [1, "a"], [True], [1.0], {}, 5, [-1], [2**31]]
+    "prompt", [None, "", [], ["a", "b"], [[1], [2]], [1, "a"], [True], [1.5], {}, 5, [-1], [2**31]]
 )
 def test_other_prompts_are_refused(prompt: Any) -> None:
     """Several prompts, none, and what is no token are refused."""
@@ -101,32 +105,8 @@ def test_other_prompts_are_refused(prompt: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "more",
-    [
-        {"n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "grammar": "", "mirostat": 0},
-        {"tools": [], "tool_choice": "none", "functions": None, "response_format": {"type": "text"}, "logprobs": False},
-        {"typical_p": 1.0, "xtc_probability": 0.0, "dry_multiplier": 0, "top_n_sigma": -1, "n_probs": 0, "lora": []},
-        {"user": "me", "metadata": {"a": 1}, "cache_prompt": True, "id_slot": 3, "reasoning_effort": "low", "zzz": []},
-    ],
-)
-def test_fields_that_change_nothing_are_ignored(more: dict[str, Any]) -> None:
-    """Neutral values of what is not supported, and fields that nobody knows, change nothing."""
-    assert bodies.chat({"messages": SAYS, **more}, "m") == bodies.chat({"messages": SAYS}, "m")
-
-
-@pytest.mark.parametrize(
     ("more", "param"),
     [
-        ({"n": True}, "n"),
-        ({"mirostat": 2}, "mirostat"),
-        ({"typical_p": 0.5}, "typical_p"),
-        ({"top_n_sigma": 1}, "top_n_sigma"),
-        ({"xtc_probability": 0.1}, "xtc_probability"),
-        ({"dry_multiplier": 1}, "dry_multiplier"),
-        ({"ignore_eos": True}, "ignore_eos"),
-        ({"lora": [{"id": 0, "scale": 0}]}, "lora"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice"),
-        ({"response_format": "json"}, "response_format"),
         ({"repeat_last_n": 2**30}, "repeat_last_n"),
         ({"repeat_penalty": 0}, "repeat_penalty"),
         ({"temperature": True}, "temperature"),
@@ -134,7 +114,25 @@ def test_fields_that_change_nothing_are_ignored(more: dict[str, Any]) -> None:
         ({"model": "x" * 300}, "model"),
         ({"stop": "x" * 2000}, "stop"),
         ({"stop": "\ud800"}, "stop"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream_options": []}, "stream_options"),
+        ({"response_format": "json"}, "response_format"),
+        ({"chat_template_kwargs": "{}"}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": ["\ud800"]}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"\ud800": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": json.loads("[" * 70 + "]" * 70)}}, "chat_template_kwargs"),
+        ({"reasoning_effort": 1}, "reasoning_effort"),
+        ({"continue_final_message": 1}, "continue_final_message"),
+        ({"continue_final_message": "name"}, "continue_final_message"),
+        ({"continue_final_message": "reasoning_content"}, "continue_final_message"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"add_generation_prompt": "no"}, "add_generation_prompt"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "\ud800", "arguments": ""}}]}]},
+            "messages",
+        ),
         ({"messages": [{"role": "x" * 100, "content": "a"}]}, "messages"),
         ({"messages": SAYS * 5000}, "messages"),
         ({"messages": [5]}, "messages"),
@@ -146,6 +144,93 @@ def test_fields_that_would_change_the_answer_are_refused(more: dict[str, Any], p
         bodies.chat({"messages": SAYS, **more}, "m")
     assert (refused.value.status, refused.value.param) == (400, param)
     assert len(refused.value.message) < 300
+
+
+@pytest.mark.parametrize("number", ["8", "8.0", "80e-1"])
+def test_whole_numbers_may_have_a_point(number: str) -> None:
+    """Clients that know one kind of number send 8.0 for 8; half a token is refused."""
+    whole = dict.fromkeys(("max_tokens", "top_k", "repeat_last_n", "seed"), json.loads(number))
+    request = bodies.chat({"messages": SAYS, **whole}, "m").request
+    sampler = request.sampler
+    assert (request.n_predict, sampler.top_k, sampler.repeat_last_n, sampler.seed) == (8, 8, 8, 8)
+    assert {type(one) for one in (request.n_predict, sampler.top_k, sampler.repeat_last_n, sampler.seed)} == {int}
+    for name in whole:
+        for value in (8.5, float("inf"), float("nan"), 1e300, "8"):
+            with pytest.raises(ApiError, match=f"^{name} is .*wanted: a whole number from"):
+                bodies.chat({"messages": SAYS, name: value}, "m")
+
+
+@pytest.mark.parametrize(
+    ("stop", "read"), [("", ()), ([], ()), ([""], ()), (None, ()), (["", "x"], ("x",)), ("x", ("x",)), (["x"], ("x",))]
+)
+def test_empty_stop_texts_end_nothing(stop: Any, read: tuple[str, ...]) -> None:
+    """As in llama-server: forms of clients hold an empty text for none."""
+    assert bodies.chat({"messages": SAYS, "stop": stop}, "m").request.sampler.stop == read
+
+
+def test_null_is_absent() -> None:
+    """Every field of a body and of its message may be null, but for those that it needs."""
+    optional = {*fields.CHAT.read, *fields.CHAT.harmless, *fields.CHAT.neutral} - {"messages"}
+    said = {**dict.fromkeys(fields.MESSAGE.read | {*fields.MESSAGE.neutral}), **SAYS[0]}
+    body = {**dict.fromkeys(optional), "messages": [said], "stream_options": {"include_usage": None}}
+    assert bodies.chat(body, "m") == bodies.chat({"messages": SAYS}, "m")
+    nothing = dict.fromkeys({*fields.COMPLETION.read, *fields.COMPLETION.neutral} - {"prompt"})
+    assert bodies.completion({**nothing, "prompt": "a"}, "m") == bodies.completion({"prompt": "a"}, "m")
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "read"),
+    [
+        ({"content": None}, {"content": ""}),
+        ({}, {"content": ""}),
+        ({"tool_calls": [CALL]}, {"content": "", "tool_calls": [CALL]}),
+        ({"tool_calls": [{**CALL, "type": None}]}, {"content": "", "tool_calls": [CALL]}),
+        (
+            {"content": "a", "reasoning_content": "b", "name": "c"},
+            {"content": "a", "name": "c", "reasoning_content": "b"},
+        ),
+        ({"role": "tool", "content": "a", "tool_call_id": "1"}, {"role": "tool", "content": "a", "tool_call_id": "1"}),
+        ({"role": "developer", "content": "a"}, {"role": "developer", "content": "a"}),
+    ],
+)
+def test_messages_keep_what_templates_know(message: dict[str, Any], read: dict[str, Any]) -> None:
+    """Calls of tools, their results, names and reasoning arrive as they were sent; null content is an empty text."""
+    asked = bodies.chat({"messages": [{"role": "assistant", **message}]}, "m")
+    assert asked.request.messages == ({"role": "assistant", **read},)
+
+
+@pytest.mark.parametrize(
+    ("more", "kwargs", "goes_on"),
+    [
+        ({}, None, None),
+        ({"chat_template_kwargs": {}, "add_generation_prompt": None, "reasoning_effort": ""}, None, None),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}, None),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"a": 1}}, {"a": 1, "reasoning_effort": "low"}, None),
+        ({"reasoning_effort": "none"}, {"enable_thinking": False}, None),
+        ({"add_generation_prompt": False}, {"add_generation_prompt": False}, None),
+        ({"continue_final_message": True}, None, "content"),
+        (
+            {"continue_final_message": "content", "add_generation_prompt": False},
+            {"add_generation_prompt": False},
+            "content",
+        ),
+        ({"continue_final_message": False}, None, None),
+    ],
+)
+def test_what_the_template_is_given_is_read(more: dict[str, Any], kwargs: Any, goes_on: str | None) -> None:
+    """Variables of the template, how hard to think, and whether the last message goes on."""
+    request = bodies.chat({"messages": [*SAYS, {"role": "assistant", "content": "a"}], **more}, "m").request
+    assert (request.chat_template_kwargs, request.continue_final_message) == (kwargs, goes_on)
+
+
+def test_reasoning_goes_on_where_nothing_else_was_said() -> None:
+    """As in llama-server: true means the reasoning, if the last message has no content yet."""
+    last = {"role": "assistant", "content": "", "reasoning_content": "Hm"}
+    request = bodies.chat({"messages": [*SAYS, last], "continue_final_message": True}, "m").request
+    assert request.continue_final_message == "reasoning_content"
 
 
 def test_a_deep_list_in_a_field_is_shown_in_short() -> None:
@@ -237,14 +322,21 @@ class Asking:
         yield self._raw
 
 
+def _plain(asked: Asked) -> Any:
+    """Write the request as the control socket does: what is new since stands there where it is no default."""
+    request = to_object(asked.request, REQUESTS)
+    del request["kind"]
+    return {**to_plain(asked), "request": request}
+
+
 def _made(route: str, body: dict[str, Any]) -> Any:
     admin = Admin(Host(), Intake(HttpLimits()), None, Path("/files"), is_open=True)  # type: ignore[arg-type]
     try:
         match route:
             case "/v1/chat/completions":
-                return to_plain(bodies.chat(body, "served"))
+                return _plain(bodies.chat(body, "served"))
             case "/v1/completions":
-                return to_plain(bodies.completion(body, "served"))
+                return _plain(bodies.completion(body, "served"))
         call = admin.switch if route == "/split-mode" else admin.save
         answer = asyncio.run(call(Asking(body)))  # type: ignore[arg-type]
         return json.loads(answer.body)

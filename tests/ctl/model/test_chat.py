@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from splitctl.model.chat import MAX_TEMPLATE_CHARS, ChatTemplateFailed, Message, messages_from, render, without_bos
+from splitctl.model.chat import MAX_TEMPLATE_CHARS, ChatTemplateFailed, messages_from, render, without_bos
 
 # ChatML as SmolLM2's file has it.
 _CHATML = (
@@ -28,7 +28,9 @@ def test_a_question_is_written_as_the_model_was_trained() -> None:
 
 def test_a_system_message_replaces_the_default() -> None:
     """A system message is passed through, and the generation prompt can be left out."""
-    text = render(_CHATML, messages_from("Hi", system="Be brief"), add_generation_prompt=False)
+    text = render(
+        _CHATML, messages_from("Hi", system="Be brief"), chat_template_kwargs={"add_generation_prompt": False}
+    )
     assert text == "<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
 
 
@@ -37,6 +39,8 @@ def test_a_system_message_replaces_the_default() -> None:
     [
         ("{{ bos_token }}|{{ eos_token }}", "<s>|</s>"),
         ("{%- if tools %}tools{% endif %}{{ documents is none }}", "True"),
+        ("{% for one in tools %}{{ one }}{% endfor %}{{ tools is defined }}{{ tools is not none }}", "FalseFalse"),
+        ("{% if tools != none %}tools{% endif %}{{ tools | default('absent') }}", "absent"),
         ("{{ messages[0].content | tojson }}", "\"<a href='x'>é\""),
         ("{{ {'b': 1, 'a': [1, 2]} | tojson(indent=1) }}", json.dumps({"b": 1, "a": [1, 2]}, indent=1)),
         ("{% generation %}inside{% endgeneration %}", "inside"),
@@ -49,7 +53,7 @@ def test_the_conventions_of_templates_hold(template: str, expected: str) -> None
     """What templates expect of their host is there: tokens, tojson, generation, loop controls, trimming, the date."""
     text = render(
         template,
-        [Message("user", "<a href='x'>é")],
+        messages_from("<a href='x'>é"),
         **_ENDS,
         now=lambda: dt.datetime(2026, 7, 26, tzinfo=dt.UTC),
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from splitctl.control.requests import ChatMessage, GenerateRequest
+from splitctl.control.requests import GenerateRequest
 from splitctl.host.streams import Delta
 from splitctl.host.supervisor import Supervisor
 from splitctl.placement import SplitMode
@@ -51,7 +51,7 @@ def test_streams_go_on_while_a_switch_is_tried_in_a_child(smollm2: Path, tmp_pat
     times = _Times()
 
     async def follow(supervisor: Supervisor, number: int) -> None:
-        story = ChatMessage("user", f"Tell me a very long story about {number + 2} friends at sea.")
+        story = {"role": "user", "content": f"Tell me a very long story about {number + 2} friends at sea."}
         request = GenerateRequest(messages=(story,), n_predict=-1, sampler=GREEDY)
         async for event in await supervisor.generate(request):
             if isinstance(event, Delta) and event.token is not None:
