@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import psutil
 from rich.console import Console
 
 from splitctl.carry.durable import replacing
@@ -27,6 +26,7 @@ from splitctl.cli.options import (
 from splitctl.cli.output import ExitCode, Screen, print_json
 from splitctl.cli.plan_text import chunk_text, show
 from splitctl.errors import Reason
+from splitctl.host_memory import host_memory
 from splitctl.ipc.jobs import RequestFailed
 from splitctl.ipc.reserving import Reserver
 from splitctl.model.facts import ModelFacts, read_facts
@@ -251,11 +251,12 @@ def _devices(told: Mapping[str, Any], free: Mapping[str, int], placement: Placem
 
     NCCL takes real devices alone.  Source: ggml_backend_cuda_comm_init_nccl in ggml-cuda.cu.
     """
+    host = free.get(HOST_POOL, free.get("CPU", host_memory().available))
     found = [
         DeviceFacts(
             name=one["name"],
             kind=one["kind"],
-            free=free.get(one["name"], one["memory_free"]),
+            free=free.get(one["name"], host if one["kind"] == "cpu" else one["memory_free"]),
             total=one["memory_total"],
             address=one["description"] if one["name"].startswith("RPC") else "",
             unit=unit_of(one["description"]),
@@ -264,12 +265,9 @@ def _devices(told: Mapping[str, Any], free: Mapping[str, int], placement: Placem
         for one in told["devices"]
     ]
     names = {device.name for device in found}
-    found += [DeviceFacts(name, "gpu", free[name]) for name in free if name not in names and name != "host"]
+    found += [DeviceFacts(name, "gpu", free[name]) for name in free if name not in names and name != HOST_POOL]
     found += [DeviceFacts(name) for name in dict.fromkeys(placement.devices) if name not in names and name not in free]
-    available = free.get("host", psutil.virtual_memory().available)
-    if "host" not in free and "CPU" in free:
-        available = free["CPU"]
-    return (*found, DeviceFacts("host", "cpu", available))
+    return (*found, DeviceFacts(HOST_POOL, "cpu", host))
 
 
 def _in_mode(placement: Placement, mode: SplitMode) -> Placement:

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import psutil
 
 from llama_native import CallFailed
 from splitctl.carry.arena import Arenas
 from splitctl.engine.slot import Slot
 from splitctl.engine.turn import Turn
 from splitctl.errors import Cancelled, ConfigInvalid, ContextFull
+from splitctl.host_memory import host_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -121,7 +121,7 @@ class LiveSession:
             n_bytes = self.facts.state_bytes(
                 n_tokens, placement.type_k, placement.type_v, n_sequences=placement.n_seq_max
             )
-            if psutil.virtual_memory().available > 2 * n_copies * n_bytes:
+            if host_memory().available > 2 * n_copies * n_bytes:
                 for arena in self.arenas.both[:n_copies]:
                     arena.reserve(n_bytes)
         return self.arenas.n_bytes

@@ -1,7 +1,7 @@
 """Devices and their memory, as they are now, without asking the library: the supervisor has none.
 
-A processor's memory is asked of the system, that of an NVIDIA device of its driver, where nvidia-ml-py is installed;
-what the worker saw when it opened stands for the others.
+A processor's memory is the host's (`host_memory`). An NVIDIA device's is asked of its driver, where nvidia-ml-py is
+installed. What the worker saw when it opened stands for the others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import psutil
+from splitctl.host_memory import host_memory
 
 _CUDA = re.compile(r"CUDA(\d+)")
 #: The driver and the library count the same chips, but not quite the same usable bytes.
@@ -43,7 +43,7 @@ class Devices:
     def _one(self, known: Mapping[str, Any]) -> dict[str, Any]:
         empty = {"description": "", "kind": "unknown", "backend": "", "memory_free": None, "memory_total": None}
         if known.get("kind") == "cpu":
-            memory = psutil.virtual_memory()
+            memory = host_memory()
             now = {"memory_free": memory.available, "memory_total": memory.total}
         else:
             now = self._of_driver(known)

@@ -17,9 +17,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
-import psutil
-
 from splitctl.errors import FileChanged, Reason
+from splitctl.host_memory import host_memory
 from splitctl.outcome import DOES_NOT_FIT, SwitchOptions
 from splitctl.placement import SplitMode
 from splitctl.probing import Verdict
@@ -123,7 +122,7 @@ class Checker:
         verdict: ProbeVerdict | None,
         options: SwitchOptions,
     ) -> tuple[Finding, ...]:
-        host = HostFacts(devices=self._devices, mem_available=psutil.virtual_memory().available)
+        host = HostFacts(devices=self._devices, mem_available=host_memory().available)
         found = rules.check(current, target, self._facts, self._build, host, session, verdict)
         return tuple(finding for finding in found if not (options.convert and finding.code == rules.NEEDS_CONVERSION))
 

@@ -76,7 +76,7 @@ class HostFacts:
 
     Args:
         devices: names of the library's devices, in its order, with their kind ("cpu", "gpu", "igpu", "accel", "meta").
-        mem_available: MemAvailable of the host, bytes; None when it is not known.
+        mem_available: free memory of the host, bytes; None when it is not known.
     """
 
     devices: Mapping[str, str]

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import psutil
-
 from splitctl.carry.sampling import SamplerSpec
+from splitctl.host_memory import host_memory
 from splitctl.ipc import orders
 from splitctl.ipc.orders import SequenceSnapshot
 from splitctl.switching import conversion
@@ -84,7 +83,7 @@ def judgement(session: Session, number: int, checked: Checked) -> orders.Checked
         conversions=_conversions(now, target),
         state_bytes=session.state_bytes(),
         weight_bytes=session.model.size_bytes,
-        mem_available=psutil.virtual_memory().available,
+        mem_available=host_memory().available,
     )
 
 

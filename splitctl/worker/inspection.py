@@ -11,6 +11,7 @@ from typing import Any
 
 from llama_native import Device, DeviceKind, Library, discover
 from llama_native.capabilities import CAPABILITIES
+from splitctl.host_memory import host_memory
 from splitctl.ipc.jobs import DoctorRequest, JobEvent, Partial, Progress, ReserveRequest
 from splitctl.probing import can_reserve, reserve
 
@@ -120,14 +121,18 @@ def _library(library: Library) -> dict[str, Any]:
 
 
 def device_body(device: Device) -> dict[str, Any]:
-    """Describe a device; sizes in bytes, null where the library does not say."""
+    """Describe a device; sizes in bytes, null where the library does not say. A processor has the host's memory."""
+    free, total = device.memory_free, device.memory_total
+    if device.kind is DeviceKind.CPU:
+        memory = host_memory()
+        free, total = memory.available, memory.total
     return {
         "name": device.name,
         "description": device.description,
         "kind": device.kind.name.lower() if device.kind is not None else "unknown",
         "backend": device.backend,
-        "memory_free": device.memory_free if device.memory_total else None,
-        "memory_total": device.memory_total or None,
+        "memory_free": free if total else None,
+        "memory_total": total or None,
     }
 
 

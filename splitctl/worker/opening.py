@@ -9,9 +9,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import psutil
-
 from splitctl.errors import ConfigInvalid, Reason, Refused
+from splitctl.host_memory import host_memory
 from splitctl.ipc.jobs import JobEvent, Progress, RunRequest
 from splitctl.ipc.probes import Prober
 from splitctl.ipc.reserving import Reserved
@@ -99,7 +98,7 @@ def with_largest_chunk(
     reading = reading_placement(request)
     limit = min(request.prompt_batch or MAX_CHUNK, reading.n_ctx or facts.n_ctx_train or MAX_CHUNK)
     reserved = reserve(reading, sizes_of_chunks(reading, facts, _ASKED)).reservations
-    host = DeviceFacts(HOST_POOL, "cpu", psutil.virtual_memory().available)
+    host = DeviceFacts(HOST_POOL, "cpu", host_memory().available)
     chunk = answer_chunk(Known(facts, (*devices, host), {reading.mode: reserved}), reading, limit)
     if chunk.refused:
         raise Refused((Reason(DOES_NOT_FIT, _too_small(chunk, limit)),))

@@ -6,9 +6,9 @@ import sys
 import types
 from typing import Any
 
-import psutil
 import pytest
 
+from splitctl.host_memory import host_memory
 from splitctl.http.devices import Devices
 
 _GIB = 1 << 30
@@ -66,7 +66,7 @@ def _status(*names: str, **more: Any) -> dict[str, Any]:
 def test_a_processors_memory_is_the_systems() -> None:
     """It is that of now, once for every time that a placement names it."""
     first, second = Devices().read(_status("CPU", "CPU"))
-    assert first["memory_total"] == second["memory_total"] == psutil.virtual_memory().total
+    assert first["memory_total"] == second["memory_total"] == host_memory().total
     assert first["is_fresh"]
 
 
