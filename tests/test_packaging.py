@@ -52,7 +52,7 @@ def test_the_wheel_says_what_it_needs(wheel: Path) -> None:
         (entry,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
         (metadata,) = [name for name in archive.namelist() if name.endswith("METADATA")]
         entry_points, said = archive.read(entry).decode(), archive.read(metadata).decode()
-    assert "splitctl = splitctl.cli:main" in entry_points
+    assert "splitctl = splitctl.__main__:main" in entry_points
     assert f"Version: {config['metadata']['version']}\n" in said
     for requirement in config["options"]["install_requires"].split():
         assert f"Requires-Dist: {requirement}\n" in said

@@ -1,6 +1,6 @@
 """The command line: `splitctl` and its commands, one file a family.
 
-Main path: main -> a command (run, devices, doctor) -> child (interrupts, events) -> `splitctl.host.Worker`.
+Main path: main -> a command (run, devices, doctor) -> child (interrupts, events) -> `splitctl.ipc.process`.
 """
 
 from __future__ import annotations
