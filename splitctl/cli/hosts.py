@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
 import socket
 from collections.abc import Callable
@@ -68,7 +69,7 @@ class CtrlC:
 
 def address_of(session: str | None) -> Address:
     """Find the host of a session; None is the only one. Raises as `find`."""
-    return find(runtime_folder(), session)
+    return find(runtime_folder(os.environ), session)
 
 
 def ask_host(session: str | None, request: ControlRequest) -> dict[str, Any]:

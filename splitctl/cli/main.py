@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from types import FrameType
 
 import click
@@ -78,6 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(list(argv))
     try:
         signal.signal(signal.SIGINT, _interrupt_once)
+        if isinstance(sys.stdout, TextIOWrapper):
+            # What the terminal's encoding lacks is shown as an escape, as it is on stderr.
+            sys.stdout.reconfigure(errors="backslashreplace")
         code = _run(sys.argv[1:])
         # Python gives other handlers back to the system while it ends; a signal then would decide the exit status.
         signal.signal(signal.SIGINT, signal.SIG_IGN)

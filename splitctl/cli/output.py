@@ -218,10 +218,8 @@ class Screen:
         return code
 
     def _write(self, text: str) -> None:
-        """Write a part of the answer; what the terminal's encoding lacks is shown as an escape."""
         if text:
-            encoding = sys.stdout.encoding or "utf-8"
-            sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            sys.stdout.write(text)
             sys.stdout.flush()
             self._wrote_text = True
             self._is_mid_line = not text.endswith("\n")

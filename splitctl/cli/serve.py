@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import platformdirs
-from splitctl.carry.file import read_placement
 
+from splitctl.carry.file import read_placement
 from splitctl.cli.hosts import with_screen
 from splitctl.cli.http_options import http_options
 from splitctl.cli.options import (
     Parsed,
     library_option,
-    named,
     model_option,
+    named,
     rpc_option,
     serving_placement_options,
     verbose_option,
@@ -44,6 +43,9 @@ if TYPE_CHECKING:
     from splitctl.http import HttpConfig, HttpServer
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+#: Signals that come so soon after another are the same wish: timeout(1) sends one to the process and one to its group,
+#: and a closed terminal sends SIGHUP after SIGTERM [seconds].
+_TOGETHER_S = 0.25
 
 
 def _scaled_adapter(text: str) -> AdapterFile:
@@ -130,7 +132,7 @@ def serve(
         resume=saved if resume else None,
         state_folder=folder,
     )
-    with claim(prepared(runtime_folder()), session) as held:
+    with claim(prepared(runtime_folder(os.environ)), session) as held:
         return asyncio.run(_Serving(config, held, screen, http).run())
 
 
@@ -147,6 +149,7 @@ class _Serving:
         # Stops that were asked for and not refused.
         self._n_stops = 0
         self._ending: asyncio.Task[dict[str, Any]] | None = None
+        self._signalled_at = -math.inf
         # Workers need no keys.
         env = {name: value for name, value in os.environ.items() if name != "LLAMA_API_KEY"}
         self._supervisor = Supervisor(config, env=env, log=self._log)
@@ -235,6 +238,10 @@ class _Serving:
     def _on_signal(self, number: int) -> None:
         """End well at the first signal, at once at the second."""
         name = signal.Signals(number).name
+        now = asyncio.get_running_loop().time()
+        if now - self._signalled_at < _TOGETHER_S:
+            return
+        self._signalled_at = now
         if self._ending is not None:
             self._log(f"{name} again: ending now")
             self._held.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ _FILE = click.Path(path_type=Path)
 @with_screen
 def ps(*, session: str | None, screen: Screen) -> int:
     """List the sessions that are served, and how they are."""
-    addresses = sessions(runtime_folder()) if session is None else [address_of(session)]
+    addresses = sessions(runtime_folder(os.environ)) if session is None else [address_of(session)]
     found = [status for address in addresses if (status := _status(address)) is not None]
     if not found and not screen.as_json:
         screen.line("no session is served; start one with splitctl serve -m MODEL")

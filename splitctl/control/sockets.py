@@ -16,14 +16,13 @@ import re
 import socket
 import stat
 import struct
+import tempfile
 import time
-import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
-
-import platformdirs
 
 from splitctl.errors import ConfigInvalid, SplitctlError
 
@@ -35,6 +34,10 @@ _SOCKET_SUFFIX = ".sock"
 _LOCK_SUFFIX = ".lock"
 #: Longest address of a unix socket [bytes].  Source: sun_path of linux/un.h, with its end.
 _MAX_ADDRESS_BYTES = 107
+#: Sockets lie in a folder of this name in the user's runtime folder.
+_FOLDER = "splitctl"
+#: Where systemd makes the runtime folders of users.
+_SYSTEM = Path("/run/user")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _PRIVATE = 0o700
 _BACKLOG = 64
@@ -90,7 +93,7 @@ class RuntimeFolderUnsafe(SplitctlError):
     found: str
 
     def __str__(self) -> str:
-        advice = "set XDG_RUNTIME_DIR to a folder of yours"
+        advice = "set XDG_RUNTIME_DIR to a folder of yours that nobody else may write to"
         return f"{self.path} cannot hold the sockets of sessions: it {self.found}; {advice}"
 
 
@@ -110,19 +113,27 @@ def checked_name(name: str) -> str:
     return name
 
 
-def runtime_folder() -> Path:
-    """Give the folder of this user's sockets; nothing is made.
+def runtime_folder(env: Mapping[str, str]) -> Path:
+    """Give the folder of this user's sockets; nothing is made, and nothing is looked for elsewhere if it is unsafe.
+
+    Args:
+        env: XDG_RUNTIME_DIR counts; without it /run/user/UID, or runtime-UID in the folder for temporary files.
 
     Raises:
         RuntimeFolderUnsafe: there is no place for them.
     """
-    with warnings.catch_warnings():
-        # Without XDG_RUNTIME_DIR it warns, and names a folder in /tmp; `prepared` checks whose that is.
-        warnings.simplefilter("ignore")
-        try:
-            return Path(platformdirs.user_runtime_dir("splitctl"))
-        except OSError as error:
-            raise RuntimeFolderUnsafe(Path("the runtime folder"), f"is not usable ({error})") from error
+    named = env.get("XDG_RUNTIME_DIR")
+    if named:
+        if not Path(named).is_absolute():
+            raise RuntimeFolderUnsafe(Path(named), "is no absolute path")
+        return Path(named) / _FOLDER
+    of_system = _SYSTEM / str(os.getuid())
+    if os.path.lexists(of_system):
+        return of_system / _FOLDER
+    try:
+        return Path(tempfile.gettempdir()) / f"runtime-{os.getuid()}" / _FOLDER
+    except FileNotFoundError as error:
+        raise RuntimeFolderUnsafe(of_system, "is missing, and no folder for temporary files can be written") from error
 
 
 def prepared(folder: Path) -> Path:
@@ -131,29 +142,32 @@ def prepared(folder: Path) -> Path:
     Raises:
         RuntimeFolderUnsafe: it cannot be made, or is not this user's alone.
     """
-    try:
-        for part in (folder.parent, folder):
+    for part in (folder.parent, folder):
+        try:
             with suppress(FileExistsError):
                 part.mkdir(mode=_PRIVATE)
-    except OSError as error:
-        raise RuntimeFolderUnsafe(folder, f"cannot be made ({error.strerror})") from error
-    _refuse_unsafe(folder)
+            _refuse_unsafe(part, is_outer=part != folder)
+        except OSError as error:
+            raise RuntimeFolderUnsafe(part, f"cannot be made ({error.strerror})") from error
     return folder
 
 
-def _refuse_unsafe(folder: Path) -> None:
-    """Hold the folder and what it lies in against law 1."""
-    for path, owners in ((folder.parent, {0, os.getuid()}), (folder, {os.getuid()})):
-        found = path.lstat()
-        mode = found.st_mode
-        if stat.S_ISLNK(mode):
-            raise RuntimeFolderUnsafe(path, "is a link")
-        if not stat.S_ISDIR(mode):
-            raise RuntimeFolderUnsafe(path, "is no folder")
-        if found.st_uid not in owners:
-            raise RuntimeFolderUnsafe(path, f"belongs to user {found.st_uid}")
-        if mode & _OTHERS_WRITE and not (mode & stat.S_ISVTX and path != folder):
-            raise RuntimeFolderUnsafe(path, f"may be written by others (mode {stat.S_IMODE(mode):04o})")
+def _refuse_unsafe(path: Path, *, is_outer: bool) -> None:
+    """Hold a folder against law 1; the outer one may be root's, or one like /tmp, where only owners rename."""
+    found = path.lstat()
+    mode = stat.S_IMODE(found.st_mode)
+    if stat.S_ISLNK(found.st_mode):
+        raise RuntimeFolderUnsafe(path, "is a link")
+    if not stat.S_ISDIR(found.st_mode):
+        raise RuntimeFolderUnsafe(path, "is no folder")
+    if found.st_uid != os.getuid() and not (is_outer and found.st_uid == 0):
+        raise RuntimeFolderUnsafe(path, f"belongs to user {found.st_uid} and not to {os.getuid()} (mode {mode:04o})")
+    if mode & _OTHERS_WRITE and not (is_outer and mode & stat.S_ISVTX):
+        raise RuntimeFolderUnsafe(path, f"may be written by others (mode {mode:04o})")
+    above = path.parent.stat().st_mode
+    if is_outer and above & _OTHERS_WRITE and not above & stat.S_ISVTX:
+        found_above = f"{path.parent}, which may be written by others (mode {stat.S_IMODE(above):04o})"
+        raise RuntimeFolderUnsafe(path, f"lies in {found_above}")
 
 
 class Claim:
@@ -176,9 +190,9 @@ class Claim:
             os.fchmod(made.fileno(), stat.S_IRUSR | stat.S_IWUSR)
             made.bind(str(self.address.path))
             made.listen(_BACKLOG)
-        except BaseException:
+        except OSError as error:
             made.close()
-            raise
+            raise OSError(error.errno, error.strerror, str(self.address.path)) from error
         return made
 
     def release(self) -> None:
@@ -232,10 +246,14 @@ def sessions(folder: Path) -> list[Address]:
     Raises:
         RuntimeFolderUnsafe: the folder is not this user's alone.
     """
-    if not os.path.lexists(folder):
+    try:
+        for part in (folder.parent, folder):
+            _refuse_unsafe(part, is_outer=part != folder)
+        found = sorted(one for one in folder.iterdir() if one.suffix == _SOCKET_SUFFIX and _NAME.fullmatch(one.stem))
+    except FileNotFoundError:
         return []
-    _refuse_unsafe(folder)
-    found = sorted(path for path in folder.iterdir() if path.suffix == _SOCKET_SUFFIX and _NAME.fullmatch(path.stem))
+    except OSError as error:
+        raise RuntimeFolderUnsafe(folder, f"cannot be looked into ({error.strerror})") from error
     addresses = [Address(path.stem, path) for path in found]
     return [address for address in addresses if not _cleaned(address)]
 

@@ -7,13 +7,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from splitctl.errors import Cancelled, DeadlineExceeded, WorkerLost
-from splitctl.ipc.jobs import Failure, Fault, ProbeRequest
+from splitctl.errors import BadModelFile, Cancelled, DeadlineExceeded, FileChanged, WorkerLost
+from splitctl.ipc.jobs import Failure, ProbeRequest
 from splitctl.ipc.process import run_job
+from splitctl.ipc.wire import MessageInvalid
 from splitctl.model.facts import ModelFacts
+from splitctl.model.identity import model_digest, statuses
 from splitctl.placement import Placement
 from splitctl.places import cache_folder
-from splitctl.probing import ProbeKey, ProbeVerdict, Verdict, VerdictCache, verdict_of_death
+from splitctl.probing import ProbeKey, ProbeVerdict, Verdict, VerdictCache, is_of_the_target, verdict_of_death
 
 #: A trial that says nothing for so long hangs [seconds]; a step of it is a load, or a few tokens.
 DEADLINE_S = 300.0
@@ -51,16 +53,23 @@ class Prober:
         """Give the verdict on a placement of a GGUF file, remembered or fresh."""
         if (known := self.known(placement, facts)) is not None:
             return known
+        before = statuses(facts.files)
         fresh = self._try(model_path, placement)
+        if None in before or statuses(facts.files) != before:
+            return ProbeVerdict(Verdict.INCONCLUSIVE, f"the files of {facts.path} changed during the try")
         if self.cache is not None:
             # A full or read-only cache folder costs another trial next time, and is no reason to refuse a switch.
-            with suppress(OSError):
-                self.cache.put(self._key(placement, facts), fresh)
+            with suppress(OSError, BadModelFile, FileChanged):
+                self.cache.put(self._key(placement, facts), fresh, lambda: model_digest(facts.files))
         return fresh
 
     def known(self, placement: Placement, facts: ModelFacts) -> ProbeVerdict | None:
         """Give the verdict that is remembered, from a trial or from `verify`; None without one."""
-        return self.cache.get(self._key(placement, facts)) if self.cache is not None else None
+        if self.cache is None:
+            return None
+        with suppress(BadModelFile, FileChanged):
+            return self.cache.get(self._key(placement, facts), lambda: model_digest(facts.files))
+        return None
 
     def _key(self, placement: Placement, facts: ModelFacts) -> ProbeKey:
         return ProbeKey.of(self.library, facts, placement, self.device_names, self.rpc)
@@ -71,13 +80,15 @@ class Prober:
             end = run_job(request, env=self.env, deadline_s=self.deadline_s, is_cancelled=self.is_cancelled)
         except Cancelled:
             return ProbeVerdict(Verdict.INCONCLUSIVE, "the trial was cancelled")
+        except (OSError, MessageInvalid) as error:
+            return ProbeVerdict(Verdict.INCONCLUSIVE, f"no child process could try it ({error})")
         match end.error:
             case WorkerLost() as lost:
                 return verdict_of_death(lost.how, end.stage, lost.log_tail)
             case DeadlineExceeded() as lost:
-                return ProbeVerdict(Verdict.DIES, f"it hangs: {lost}")
-            case Failure(fault=Fault.CANCELLED | Fault.LIBRARY | Fault.CONFIG) as failure:
-                return ProbeVerdict(Verdict.INCONCLUSIVE, failure.message)
+                verdict = Verdict.DIES if is_of_the_target(end.stage) else Verdict.INCONCLUSIVE
+                return ProbeVerdict(verdict, f"it hangs: {lost}")
             case Failure() as failure:
-                return ProbeVerdict(Verdict.FAILS, failure.message)
+                # What the mode does comes as a verdict: this is the file, the library, the flags, or a fault of ours.
+                return ProbeVerdict(Verdict.INCONCLUSIVE, failure.message)
         return ProbeVerdict.from_json(end.body)

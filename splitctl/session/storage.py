@@ -11,10 +11,8 @@ from pathlib import Path
 from time import time_ns
 from typing import TYPE_CHECKING
 
-import platformdirs
-from splitctl.carry import seal as seals
-
 from splitctl.carry import file as carries
+from splitctl.carry import seal as seals
 from splitctl.carry.file import Carry
 from splitctl.carry.fingerprint import Adapter, Fingerprint, Identity, Representation
 from splitctl.carry.mapped import mapped
@@ -23,14 +21,15 @@ from splitctl.carry.tensorfile import is_safetensors
 from splitctl.engine.sampler import Sampler
 from splitctl.engine.slot import Slot
 from splitctl.errors import CannotConvert, CarryDamaged, CarryMismatch, Difference, Refused, SplitctlError, StateUnsound
+from splitctl.places import state_folder
 from splitctl.switching import rules
 from splitctl.switching.conversion import FileContent, kind_of, look, n_cells
 from splitctl.switching.rules import SessionFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from splitctl.carry.seal import Seal
 
+    from splitctl.carry.seal import Seal
     from splitctl.carry.sequence import SequenceCarry
     from splitctl.engine.live import LiveSession
     from splitctl.switching.sealing import SealedState
@@ -85,7 +84,7 @@ class Storage:
         Raises:
             CarryNotWritten: it could not be written.
         """
-        folder = platformdirs.user_state_path("splitctl") / "parked"
+        folder = state_folder() / "parked"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         stem = re.sub(r"[^A-Za-z0-9._-]", "_", Path(self._live.engine.model_path).stem)[:60]
         target = folder / f"{stem}-{os.getpid()}-{time_ns()}.safetensors"
@@ -146,10 +145,10 @@ class Storage:
         Raises:
             SplitctlError: the carry is damaged, of another model, or this context cannot hold it; the session is as it
                 was.
+        """
         arenas = self._live.arenas
         read = seals.take(arenas.both[seal.arena], seal)
         arenas.reported = seal.arena
-        """
         slots, is_foreign = self._fitting(read)
         changes = transfer.replace(read.state, slots(), refit=is_foreign)
         self._take_samplers(read)

@@ -53,6 +53,17 @@ def _messages(client: Client) -> Iterator[ControlEvent | ControlAnswer]:
                 return
 
 
+def _end_again(host: Host) -> tuple[int, str]:
+    """Send signals until one is late enough to be a second wish; give status and log."""
+    while True:
+        host.process.send_signal(signal.SIGTERM)
+        try:
+            _, err = host.process.communicate(timeout=0.5)
+        except subprocess.TimeoutExpired:
+            continue
+        return host.process.returncode, err.decode()
+
+
 def _gone(processes: list[psutil.Process]) -> bool:
     return not psutil.wait_procs(processes, timeout=GUARD_S)[1]
 
@@ -94,6 +105,9 @@ def test_prompts_come_line_by_line(home: House, host: Host) -> None:
     done = home.run("attach", "-n", "3", "--temp", "0", stdin=b"one\n\ntwo\n")
     assert done.returncode == 0
     assert len([line for line in _lines(done) if line.endswith("(length)")]) == 2
+    done = home.run("attach", "-n", "3", stdin=b"\xff\n")
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert "standard input is not UTF-8" in _lines(done)[-1]
 
 
 # -- switching ---------------------------------------------------------------------------------------------------------
@@ -361,6 +375,15 @@ def test_a_session_that_cannot_be_saved_is_not_lost_in_silence(home: House, tmp_
         assert "NOT saved" in said
 
 
+def test_signals_that_come_together_are_one(home: House, tmp_path: Path) -> None:
+    """A second one at once, as timeout(1) sends it, does not keep the session from being saved."""
+    with served(home, *stub_arguments(tmp_path)) as host:
+        home.run("attach", "-p", "hello", "-n", "4", "--temp", "0")
+        host.process.send_signal(signal.SIGHUP)
+        code, log = host.end()
+        assert (code, home.saved().exists()) == (0, True), log
+
+
 def test_a_second_signal_ends_at_once(home: House, tmp_path: Path) -> None:
     """A host whose library hangs ends at the second signal, and leaves neither socket nor worker."""
     with served(home, *stub_arguments(tmp_path), STUB_FAULTS="decode:hang") as host:
@@ -371,7 +394,7 @@ def test_a_second_signal_ends_at_once(home: House, tmp_path: Path) -> None:
             for line in host.process.stderr:
                 if b"once more ends at once" in line:
                     break
-            code, log = host.end()
+            code, log = _end_again(host)
         assert code == 130
         assert "again: ending now" in log
         assert list(home.sockets.iterdir()) == []

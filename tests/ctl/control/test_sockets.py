@@ -153,13 +153,19 @@ def _below_others(folder: Path) -> None:
     prepared(folder).parent.chmod(0o777)
 
 
+def _far_below_others(folder: Path) -> None:
+    prepared(folder)
+    folder.parents[1].chmod(0o777)
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (_as_link, "is a link"),
-        (_as_file, "is no folder"),
-        (_open_to_others, "may be written by others"),
-        (_below_others, "may be written by others"),
+        (_as_link, "splitctl cannot hold the sockets of sessions: it is a link"),
+        (_as_file, "splitctl cannot hold the sockets of sessions: it is no folder"),
+        (_open_to_others, r"splitctl cannot hold .*: it may be written by others \(mode 0770\)"),
+        (_below_others, r"run cannot hold .*: it may be written by others \(mode 0777\)"),
+        (_far_below_others, r"run cannot hold .*: it lies in .*, which may be written by others \(mode 0777\)"),
     ],
 )
 def test_a_folder_that_is_not_private_is_not_used(make: object, said: str, folder: Path) -> None:
@@ -173,17 +179,57 @@ def test_a_folder_that_is_not_private_is_not_used(make: object, said: str, folde
 
 
 def test_a_folder_of_another_user_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that somebody else made first is refused with their number."""
+    """A folder that somebody else made first is refused with their number and its mode."""
     prepared(folder)
     monkeypatch.setattr("splitctl.control.sockets.os.getuid", lambda: os.geteuid() + 1)
-    with pytest.raises(RuntimeFolderUnsafe, match=f"belongs to user {os.geteuid()}"):
+    with pytest.raises(RuntimeFolderUnsafe, match=rf"belongs to user {os.geteuid()} and not to .* \(mode 0700\)"):
         sessions(folder)
 
 
-def test_the_folder_follows_the_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """XDG_RUNTIME_DIR names it; without one there is another, and no warning about that."""
-    tmp_path.chmod(0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert sockets.runtime_folder() == tmp_path / "splitctl"
-    monkeypatch.delenv("XDG_RUNTIME_DIR")
-    assert sockets.runtime_folder().name == "splitctl"
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o711, 0o1777])
+def test_what_others_may_read_is_the_owners(mode: int, folder: Path) -> None:
+    """RuntimeDirectory= of systemd and WSL make it with mode 0755, and /tmp has 1777: hosts and clients use it."""
+    folder.parent.mkdir()
+    folder.parent.chmod(mode)
+    with claim(prepared(folder), "a") as held, held.listen():
+        assert find(folder, "a").path == folder / "a.sock"
+        folder.chmod(mode & 0o755)
+        assert [one.name for one in sessions(folder)] == ["a"]
+
+
+def test_the_folder_that_is_named_is_the_one_that_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """XDG_RUNTIME_DIR counts whatever its mode; without it the system's folder of this user, then one for this boot."""
+    monkeypatch.setattr(sockets, "_SYSTEM", tmp_path / "run-user")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    named = tmp_path / "named"
+    named.mkdir(mode=0o755)
+    assert sockets.runtime_folder({"XDG_RUNTIME_DIR": str(named)}) == named / "splitctl"
+    for env in ({}, {"XDG_RUNTIME_DIR": ""}):
+        assert sockets.runtime_folder(env) == tmp_path / "tmp" / f"runtime-{os.getuid()}" / "splitctl"
+    own = tmp_path / "run-user" / str(os.getuid())
+    own.mkdir(mode=0o755, parents=True)
+    assert sockets.runtime_folder({}) == own / "splitctl"
+    own.chmod(0o777)
+    with pytest.raises(RuntimeFolderUnsafe, match=rf"{own} cannot hold .* \(mode 0777\)"):
+        prepared(sockets.runtime_folder({}))
+
+
+def test_without_any_folder_that_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A relative XDG_RUNTIME_DIR, one that is no folder or cannot be made, and no folder at all: each by its path."""
+    with pytest.raises(RuntimeFolderUnsafe, match=r"run cannot hold .*: it is no absolute path"):
+        sockets.runtime_folder({"XDG_RUNTIME_DIR": "run"})
+    (tmp_path / "file").touch()
+    with pytest.raises(RuntimeFolderUnsafe, match=r"file cannot hold .*: it is no folder"):
+        prepared(sockets.runtime_folder({"XDG_RUNTIME_DIR": str(tmp_path / "file")}))
+    with pytest.raises(RuntimeFolderUnsafe, match=r"missing/run cannot hold .*: it cannot be made \(No such file"):
+        prepared(sockets.runtime_folder({"XDG_RUNTIME_DIR": str(tmp_path / "missing" / "run")}))
+    with pytest.raises(RuntimeFolderUnsafe, match=r"cannot be looked into \(Not a directory\)"):
+        sessions(sockets.runtime_folder({"XDG_RUNTIME_DIR": str(tmp_path / "file" / "run")}))
+
+    def nowhere() -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(sockets, "_SYSTEM", tmp_path / "run-user")
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    with pytest.raises(RuntimeFolderUnsafe, match=f"run-user/{os.getuid()} cannot hold .*no folder for temporary"):
+        sockets.runtime_folder({})
