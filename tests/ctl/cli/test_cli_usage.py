@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from typing import Any
 
 import click
@@ -262,6 +264,27 @@ def test_json_is_strict(capfd: pytest.CaptureFixture[str]) -> None:
     out = capfd.readouterr().out
     assert out.count("\n") == 1
     assert json.loads(out) == {"a": None, "b": [None, 1.5], "c": ["x\ny"]}
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_the_terminal_cannot_show_is_an_escape(encoding: str) -> None:
+    """A table and a name in an encoding that lacks their characters are shown with escapes, not as a traceback."""
+    program = (
+        "import sys; from splitctl.cli import main as cli; from splitctl.cli.main import main\n"
+        "from splitctl.cli import library; from splitctl.cli.output import ExitCode\n"
+        "from splitctl.cli.child import JobAnswer\n"
+        "one = dict(name='\u8a00\u2588', kind='cpu', backend='CPU', description='d', memory_free=1, memory_total=2)\n"
+        "library.ask = lambda *_: JobAnswer({'devices': [one]})\n"
+        "sys.argv[1:] = ['devices']; sys.exit(main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"\\u8a00\\u2588" in done.stdout
 
 
 def test_messages_are_one_line() -> None:
