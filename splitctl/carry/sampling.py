@@ -146,9 +146,11 @@ class Token:
         piece: its bytes; may be a part of a UTF-8 character; empty for one that ends the generation.
         pos: its position in the sequence.
         is_end: it ends the generation.
+        is_stop: it completes a stop text, which is not in the pieces.
     """
 
     id: int
     piece: bytes
     pos: int
     is_end: bool
+    is_stop: bool = False

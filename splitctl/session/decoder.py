@@ -164,6 +164,20 @@ class Decoder:
 
     # ---- decodes and draws ----
 
+    def advance(self, slots: Sequence[Slot]) -> dict[int, Token]:
+        """Generate one token for each of several sequences, or for none; see :meth:`Session.advance`."""
+        if len(set(slots)) != len(slots):
+            raise ConfigInvalid("seq_ids", [slot.seq_id for slot in slots], "each sequence once")
+        for slot in slots:
+            if not slot.is_pending and not slot.has_logits:
+                raise ConfigInvalid("seq_id", slot.seq_id, "a sequence that holds a prompt (prefill first)")
+        tokens = {}
+        for seq_id, drawn in self.step(slots).items():
+            if isinstance(drawn, Exception):
+                raise drawn
+            tokens[seq_id] = drawn
+        return tokens
+
     def step(self, slots: Sequence[Slot]) -> dict[int, Token | Exception]:
         """Decode what sequences have pending, in one batch, and draw the next token of each.
 

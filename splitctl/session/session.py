@@ -10,6 +10,7 @@ worker can host the session.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Literal, Self
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from llama_native import HandleClosed, Library
 from splitctl.engine.engine import LoadedAdapter
 from splitctl.errors import ConfigInvalid, Reason
+from splitctl.ipc.stop_texts import StopTexts
 from splitctl.outcome import Proof, Stage, SwitchOptions, SwitchOutcome
 from splitctl.placement import Placement
 from splitctl.session.decoder import Decoder
@@ -235,7 +237,8 @@ class Session:
             sampler: how to draw; None goes on with the sequence's own (a new one where it has none).
 
         Yields:
-            Tokens; the last one may be an end token.
+            Tokens; the last one may be an end token, or complete a stop text of the sampler. A piece that may begin one
+            comes with a later token, so together the pieces are the text before it.
 
         Raises:
             ConfigInvalid: the sequence holds nothing to go on from.
@@ -243,12 +246,17 @@ class Session:
         """
         if sampler is not None:
             self.set_sampler(sampler, seq_id)
+        own = self._slot(seq_id).sampler
+        held = StopTexts(own.spec.stop if own is not None else ())
         made = 0
         while n < 0 or made < n:
             token = self.advance((seq_id,))[seq_id]
             made += 1
-            yield token
-            if token.is_end or (n < 0 and self._live.is_full(seq_id)):
+            piece, is_full = held.feed(token.piece), self._live.is_full(seq_id)
+            if token.is_end or is_full or made == n:
+                piece += held.rest()
+            yield dataclasses.replace(token, piece=piece, is_stop=held.hit)
+            if token.is_end or held.hit or (n < 0 and is_full):
                 return
 
     def advance(self, seq_ids: Sequence[int]) -> dict[int, Token]:
@@ -258,25 +266,14 @@ class Session:
             seq_ids: sequences that hold a prompt, each once.
 
         Returns:
-            Sequence id -> its next token; it is decoded by the next call.
+            Sequence id -> its next token, whatever the sampler's stop texts are; it is decoded by the next call.
 
         Raises:
             ConfigInvalid: a sequence holds nothing to go on from.
             ContextFull: there is no room.
         """
         with self._working("generating"):
-            slots = [self._slot(seq_id) for seq_id in seq_ids]
-            if len(set(seq_ids)) != len(seq_ids):
-                raise ConfigInvalid("seq_ids", list(seq_ids), "each sequence once")
-            for slot in slots:
-                if not slot.is_pending and not slot.has_logits:
-                    raise ConfigInvalid("seq_id", slot.seq_id, "a sequence that holds a prompt (prefill first)")
-            tokens = {}
-            for seq_id, drawn in self._decoder.step(slots).items():
-                if isinstance(drawn, Exception):
-                    raise drawn
-                tokens[seq_id] = drawn
-            return tokens
+            return self._decoder.advance([self._slot(seq_id) for seq_id in seq_ids])
 
     def fill(
         self,

@@ -16,7 +16,6 @@ from splitctl.errors import Cancelled, ContextFull, Parked, SplitctlError
 from splitctl.ipc.jobs import Failure, JobEvent, Partial, Piece, Progress, Result, RunRequest
 from splitctl.ipc.probes import Prober
 from splitctl.ipc.reserving import Reserver
-from splitctl.ipc.stop_texts import StopTexts
 from splitctl.model import chat
 from splitctl.model.facts import ModelFacts
 from splitctl.outcome import Stage, SwitchOutcome, SwitchStatus
@@ -325,9 +324,8 @@ def _refused_for_its_cache(outcome: SwitchOutcome, target: Placement) -> bool:
 
 
 def _generate(session: Session, request: RunRequest, emit: Emit, cancel: threading.Event, state: _Run) -> None:
-    """Generate until something ends it, passing on each piece that no stop text can still claim."""
+    """Generate until something ends it, passing on each piece."""
     emit(Progress("generating", None, f"in {session.placement.mode.value} mode"))
-    held = StopTexts(state.sampler.stop)
     started = perf_counter()
     try:
         for token in session.generate(n=request.n_predict, sampler=state.sampler):
@@ -335,8 +333,8 @@ def _generate(session: Session, request: RunRequest, emit: Emit, cancel: threadi
                 state.stopped = "eos"
                 break
             state.tokens.append(token.id)
-            _pass_on(held.feed(token.piece), emit, state)
-            if held.hit:
+            _pass_on(token.piece, emit, state)
+            if token.is_stop:
                 state.stopped = "stop"
                 break
             _end_if(cancel, "the generation")
@@ -350,7 +348,10 @@ def _generate(session: Session, request: RunRequest, emit: Emit, cancel: threadi
         if session.last_switch is not None and state.switch is not None and not was_refused:
             # The trial decides only now: it confirms the switch, or falls back from it.
             _keep_outcome(session.last_switch, session, state)
-        _pass_on(held.rest(), emit, state)
+        is_held = bool(state.sampler.stop) and state.stopped != "stop" and session.stage is not Stage.PARKED
+        if is_held and session.model.has_tokenizer:
+            # What was held back because a stop text may begin so.
+            _pass_on(b"".join(map(session.model.piece, state.tokens))[len(state.text) :], emit, state)
 
 
 def _end_if(cancel: threading.Event, what: str) -> None:
