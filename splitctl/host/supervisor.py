@@ -134,6 +134,12 @@ class Supervisor:
         self._refuse_gone()
         return self._streams.open(request)
 
+    async def tokenize(self, asked: Mapping[str, Any]) -> orders.Tokenized:
+        """Turn a text, a chat or tokens (fields of `orders.Tokenize`) into tokens and texts; raises as `save`."""
+        self._refuse_gone()
+        found: orders.Tokenized = await self._ask(orders.Tokenize(self._pending.number(), **asked, with_texts=True))
+        return found
+
     async def switch(
         self,
         changes: Mapping[str, Any],
@@ -410,7 +416,7 @@ class Supervisor:
         has_file = self._pending.is_expecting(orders.Save, orders.Restore)
         self._manager.expect(anything=owes, n_deadlines=_FILE_DEADLINES if has_file else 1.0)
 
-    async def _ask(self, order: orders.Check | orders.Save | orders.Restore) -> Any:
+    async def _ask(self, order: orders.Tokenize | orders.Check | orders.Save | orders.Restore) -> Any:
         answer = self._pending.put(order, OnLoss.FAIL)
         self._flush()
         return await asyncio.shield(answer)

@@ -19,6 +19,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from splitctl.carry.sampling import SAMPLER_PARAMS
 from splitctl.control.connection import event_body
 from splitctl.control.requests import REQUESTS
 from splitctl.control.server import SessionService
@@ -37,6 +38,9 @@ from splitctl.placement import SplitMode
 _SILENCE_S = 10.0
 _MAX_NAME = 128
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._ -]*")
+
+#: How tokens are drawn where a request does not say.
+_DEFAULTS = {"n_predict": -1} | {param.json_name: param.default for param in SAMPLER_PARAMS.values()}
 
 #: What the health of a server in each state is called.
 _HEALTH = {"serving": "ok"}
@@ -94,7 +98,8 @@ class Admin:
                 "devices": self._devices.read(status),
                 "build_info": model.get("build"),
                 "total_slots": placement.get("n_seq_max"),
-                "default_generation_settings": {"n_ctx": room_of(placement)},
+                "default_generation_settings": {"n_ctx": room_of(placement), "params": _DEFAULTS},
+                "modalities": {"vision": False, "audio": False},
                 "split_mode": {"requested": status.get("requested"), "effective": status.get("effective")},
                 "placement": placement,
                 "session": status.get("name"),
@@ -102,9 +107,11 @@ class Admin:
             }
         )
 
-    async def slots(self, _request: Request) -> Response:
-        """Say what every sequence is doing."""
+    async def slots(self, request: Request) -> Response:
+        """Say what every sequence is doing; 503 if all are busy and the client asks for that."""
         status = self._host.status()
+        if request.query_params.get("fail_on_no_slot") and all(one["state"] != "idle" for one in status["sequences"]):
+            raise ApiError(503, "no slot available", code="busy")
         placement = status.get("placement") or {}
         room = room_of(placement)
         return JSONResponse(
@@ -112,6 +119,7 @@ class Admin:
                 {
                     "id": one["seq_id"],
                     "n_ctx": room,
+                    "speculative": False,
                     "n_tokens": one["n_tokens"],
                     "state": one["state"],
                     "is_processing": one["state"] != "idle",

@@ -19,7 +19,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from splitctl.control.server import SessionService
 from splitctl.errors import SplitctlError
 from splitctl.http.admin import Admin
 from splitctl.http.chat import Chat
@@ -28,6 +27,7 @@ from splitctl.http.errors import ApiError, api_error
 from splitctl.http.guard import Guard
 from splitctl.http.intake import HttpLimits, Intake
 from splitctl.http.metrics import CONTENT_TYPE, Metrics
+from splitctl.http.tokens import Service, Tokens
 from splitctl.ipc.wire import shown
 
 #: The status under which requests are counted whose clients did not wait for one, as nginx has it.
@@ -70,7 +70,7 @@ class HttpConfig:
 
 
 def make_app(
-    host: SessionService, config: HttpConfig, *, is_loopback: bool, log: Callable[[str], None]
+    host: Service, config: HttpConfig, *, is_loopback: bool, log: Callable[[str], None]
 ) -> tuple[ASGIApp, Chat]:
     """Put together all that a session answers over HTTP.
 
@@ -86,7 +86,7 @@ def make_app(
     app = Starlette(
         routes=[
             Route(path, _counted(answer, path, metrics), methods=[method])
-            for method, path, answer in _routes(chat, admin, metrics)
+            for method, path, answer in _routes(chat, Tokens(host, intake, chat), admin, metrics)
         ],
         exception_handlers={HTTPException: functools.partial(_not_found, metrics=metrics)},
     )
@@ -109,9 +109,11 @@ def make_app(
     return CORSMiddleware(guarded, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]), chat
 
 
-def _routes(chat: Chat, admin: Admin, metrics: Metrics) -> tuple[tuple[str, str, Answer], ...]:
+def _routes(chat: Chat, tokens: Tokens, admin: Admin, metrics: Metrics) -> tuple[tuple[str, str, Answer], ...]:
     async def numbers(_request: Request) -> Response:
-        return Response(metrics.text(), media_type=CONTENT_TYPE)
+        return Response(
+            metrics.text(), media_type=CONTENT_TYPE, headers={"Process-Start-Time-Unix": metrics.started_at}
+        )
 
     return (
         ("GET", "/", _page),
@@ -124,6 +126,9 @@ def _routes(chat: Chat, admin: Admin, metrics: Metrics) -> tuple[tuple[str, str,
         ("POST", "/v1/chat/completions", chat.chat_completions),
         ("POST", "/chat/completions", chat.chat_completions),
         ("POST", "/v1/completions", chat.completions),
+        ("POST", "/tokenize", tokens.tokenize),
+        ("POST", "/detokenize", tokens.detokenize),
+        ("POST", "/apply-template", tokens.apply_template),
         ("GET", "/props", admin.props),
         ("GET", "/slots", admin.slots),
         ("GET", "/session", admin.session),

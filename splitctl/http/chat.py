@@ -153,7 +153,7 @@ class Chat:
             with_usage=asked.with_usage,
             with_tokens=asked.with_tokens,
         )
-        answer = self._begin(n_bytes)
+        answer = self.begin(n_bytes)
         try:
             stream = answer.stream = await self._generate(asked)
             if not asked.is_stream:
@@ -169,8 +169,8 @@ class Chat:
             if not asked.is_stream:
                 answer.end()
 
-    def _begin(self, n_bytes: int) -> _Answer:
-        """Note that an answer is under way.
+    def begin(self, n_bytes: int) -> _Answer:
+        """Note that an answer to a request of ``n_bytes`` is under way, until its `end`.
 
         Raises:
             ApiError: there is no room for it, or the server is being stopped.

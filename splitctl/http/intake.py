@@ -37,6 +37,7 @@ class HttpLimits:
 
     Attributes:
         body_bytes: of one request for text.
+        token_body_bytes: of one for tokens alone, which the worker answers between two decodes.
         small_body_bytes: of any other request.
         pending_bytes: of bodies that are not whole yet, over all clients.
         held_bytes: of bodies whose answers are under way, over all clients.
@@ -49,6 +50,7 @@ class HttpLimits:
     """
 
     body_bytes: int = 16 << 20
+    token_body_bytes: int = 1 << 20
     small_body_bytes: int = 64 << 10
     pending_bytes: int = 64 << 20
     held_bytes: int = 128 << 20
@@ -79,12 +81,15 @@ class Intake:
         """
         return object_of(await self._body(request, self.limits.small_body_bytes))
 
-    async def read(self, request: Request, read: Callable[[dict[str, Any]], _T]) -> tuple[_T, int]:
+    async def read(
+        self, request: Request, read: Callable[[dict[str, Any]], _T], most: int | None = None
+    ) -> tuple[_T, int]:
         """Read the object of a request for text.
 
         Args:
             request: the request.
             read: makes something of the object; in a thread, where that may take long.
+            most: bytes of it; None: those of a request for text.
 
         Returns:
             What it made, and the bytes that it was made from.
@@ -92,7 +97,7 @@ class Intake:
         Raises:
             ApiError: it is none, is too long, or does not come.
         """
-        raw = await self._body(request, self.limits.body_bytes)
+        raw = await self._body(request, self.limits.body_bytes if most is None else most)
         if len(raw) <= _LONG_BYTES:
             return read(object_of(raw)), len(raw)
         async with self._reading:

@@ -30,6 +30,7 @@ class Metrics:
     def __init__(self, host: SessionService) -> None:
         # When a counter began says nothing here: all begin with the server.
         disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._host = host
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "splitctl_http_requests", "Answers by route and status.", ("route", "status"), registry=self._registry
@@ -38,6 +39,11 @@ class Metrics:
             "splitctl_answers", "Generations over HTTP by what ended them.", ("why",), registry=self._registry
         )
         self._registry.register(_Session(host))
+
+    @property
+    def started_at(self) -> str:
+        """When the session began, whole seconds since 1970: what was counted is from then on."""
+        return str(int(self._host.status().get("started_at") or 0))
 
     def request(self, route: str, status: int) -> None:
         """Count an answer."""

@@ -16,12 +16,12 @@ from typing import Any
 
 import uvicorn
 
-from splitctl.control.server import SessionService
 from splitctl.errors import ConfigInvalid
 from splitctl.http.app import HttpConfig, make_app
 from splitctl.http.chat import Chat
 from splitctl.http.connections import connection_class
 from splitctl.http.intake import MAX_HEAD_BYTES
+from splitctl.http.tokens import Service
 
 #: Longest time from an answer to the next request on its connection [seconds].
 _KEEP_ALIVE_S = 15
@@ -36,7 +36,7 @@ class HttpServer:
     Thread: the loop's. Lifetime: from `listen` to `close`.
     """
 
-    def __init__(self, host: SessionService, config: HttpConfig, *, log: Callable[[str], None]) -> None:
+    def __init__(self, host: Service, config: HttpConfig, *, log: Callable[[str], None]) -> None:
         """Nothing is opened yet; `host` does the work, and `log` takes lines for the log."""
         self._host = host
         self._config = config

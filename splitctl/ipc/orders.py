@@ -85,6 +85,8 @@ class Tokenize:
 
     Attributes:
         messages: a chat in place of a text: objects with role and content.
+        tokens: tokens in place of a text.
+        with_texts: give the texts as well.
         add_special: put the model's first token before a text.
         parse_special: let names of special tokens in a text be those tokens.
         chat_template_kwargs: more variables of the template.
@@ -98,6 +100,8 @@ class Tokenize:
     parse_special: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: str | None = None
+    tokens: tuple[int, ...] | None = None
+    with_texts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +208,17 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """Tokens of a text."""
+    """Tokens of a text.
+
+    Attributes:
+        text: what was tokenized, of a chat what the template made of it; empty unless asked for.
+        pieces: bytes of each token, control tokens by name; none unless asked for.
+    """
 
     order: int
     tokens: tuple[int, ...]
+    text: str = ""
+    pieces: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,20 +17,18 @@ def text_tokens(session: Session, text: str, *, add_special: bool, parse_special
     return session.tokenize(text, add_special=add_special, parse_special=parse_special)
 
 
-def chat_tokens(
+def chat_text(
     session: Session,
     messages: Sequence[Message],
     *,
-    add_special: bool,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     continue_final_message: str | None = None,
-) -> list[int]:
-    """Turn a chat, oldest message first, into tokens, through the model's template.
+) -> str:
+    """Turn a chat, oldest message first, into a text, through the model's template; its special tokens are to be read.
 
     Args:
         session: holds the model.
         messages: the chat so far.
-        add_special: let the text begin with the model's first token, once.
         chat_template_kwargs: more variables of the template.
         continue_final_message: field of the last message after whose text the prompt ends.
 
@@ -53,7 +51,17 @@ def chat_tokens(
     if model.add_bos:
         # The template writes the first token, and the tokenizer would write it again.
         text, _ = chat.without_bos(text, bos)
-    return session.tokenize(text, add_special=add_special, parse_special=True)
+    return text
+
+
+def pieces_of(session: Session, tokens: Sequence[int]) -> tuple[bytes, ...]:
+    """Give the bytes of every token, control tokens by name; raises ConfigInvalid where the model has no such token."""
+    _refuse_without_tokenizer(session)
+    n_vocab = session.model.n_vocab
+    for token in tokens:
+        if not 0 <= token < n_vocab:
+            raise ConfigInvalid("tokens", token, f"0 to {n_vocab - 1}, the model's vocabulary")
+    return tuple(session.model.piece(token, special=True) for token in tokens)
 
 
 def _refuse_without_tokenizer(session: Session) -> None:

@@ -34,7 +34,7 @@ from splitctl.worker.opening import (
     try_on_servers,
     with_largest_chunk,
 )
-from splitctl.worker.prompts import chat_tokens, text_tokens
+from splitctl.worker.prompts import chat_text, text_tokens
 
 Emit = Callable[[JobEvent], None]
 
@@ -268,7 +268,8 @@ def _prompt_tokens(session: Session, request: RunRequest) -> list[int]:
     add_special = request.restore is None
     if not request.chat:
         return text_tokens(session, request.prompt, add_special=add_special, parse_special=False)
-    return chat_tokens(session, chat.messages_from(request.prompt), add_special=add_special)
+    text = chat_text(session, chat.messages_from(request.prompt))
+    return text_tokens(session, text, add_special=add_special, parse_special=True)
 
 
 def _switch(session: Session, request: RunRequest, emit: Emit, state: _Run) -> None:

@@ -295,21 +295,25 @@ class _Server:
             return hosted.judgement(self._session, done.order.order, done.found)
 
     def _tokenize(self, order: orders.Tokenize) -> Report:
-        if (order.text is None) == (order.messages is None):
-            raise ConfigInvalid("text", order.text, "a text or messages, one of them")
+        if sum(one is not None for one in (order.text, order.messages, order.tokens)) != 1:
+            raise ConfigInvalid("text", order.text, "a text, messages or tokens, one of them")
+        text = order.text or ""
         if order.messages is not None:
-            tokens = prompts.chat_tokens(
+            text = prompts.chat_text(
                 self._session,
                 order.messages,
-                add_special=order.add_special,
                 chat_template_kwargs=order.chat_template_kwargs,
                 continue_final_message=order.continue_final_message,
             )
-        else:
-            tokens = prompts.text_tokens(
-                self._session, order.text or "", add_special=order.add_special, parse_special=order.parse_special
+        tokens = order.tokens
+        if tokens is None:
+            parse_special = order.parse_special or order.messages is not None
+            tokens = tuple(
+                prompts.text_tokens(self._session, text, add_special=order.add_special, parse_special=parse_special)
             )
-        return orders.Tokenized(order.order, tuple(tokens))
+        if not order.with_texts:
+            return orders.Tokenized(order.order, tokens)
+        return orders.Tokenized(order.order, tokens, text, prompts.pieces_of(self._session, tokens))
 
     def _switch(self, order: orders.Switch, checked: Checked) -> Report:
         share = Steps(lambda stage, done: self._report(orders.StageReached(order.order, stage, done)))

@@ -15,6 +15,7 @@ from splitctl.control.requests import GenerateRequest
 from splitctl.host.events import Hub
 from splitctl.host.streams import Done, Stream, Why
 from splitctl.http import HttpConfig, HttpServer
+from splitctl.ipc.orders import Tokenized
 from splitctl.outcome import SwitchOptions
 from tests.ctl.web import Answer, asked
 
@@ -63,6 +64,13 @@ class FakeSession:
         stream = Stream(request.sampler.stop, lambda: self._cancel(stream))
         self.streams.put_nowait(stream)
         return stream
+
+    async def tokenize(self, asked: Mapping[str, Any]) -> Tokenized:
+        """Let every byte be a token."""
+        await self._work("tokenize")
+        text = asked.get("text") or "".join(f"<{one['content']}>" for one in asked.get("messages") or ())
+        tokens = asked.get("tokens") or tuple(text.encode())
+        return Tokenized(1, tokens, text, tuple(bytes([one]) for one in tokens))
 
     def _cancel(self, stream: Stream) -> None:
         self.cancelled.set()

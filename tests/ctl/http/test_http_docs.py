@@ -87,8 +87,12 @@ def test_limits_are_those_of_the_document() -> None:
     """The numbers in docs/http.md are those of the code."""
     text = _HTTP.read_text("utf-8")
     limits, config = HttpLimits(), HttpConfig()
+    bodies = (
+        f"{limits.body_bytes >> 20} MiB and 2 million values for text, {limits.token_body_bytes >> 20} MiB for tokens "
+        f"alone, {limits.small_body_bytes >> 10} KiB for"
+    )
     for said in (
-        f"{limits.body_bytes >> 20} MiB and 2 million values for text, {limits.small_body_bytes >> 10} KiB for",
+        bodies,
         f"whole within {limits.body_s:g} s; {limits.pending_bytes >> 20} MiB incomplete",
         f"{limits.held_bytes >> 20} MiB whose answers are under way",
         f"| connections | {limits.n_connections};",

@@ -608,6 +608,35 @@ def test_a_model_that_is_not_there_is_told(shared: Site) -> None:
     assert shared.ask("DELETE", "/v1/models/fake").status == 405
 
 
+def test_slots_fail_where_none_is_idle_if_asked_to(shared: Site) -> None:
+    """As in llama-server a client may have 503 for an answer when all sequences are busy."""
+    busy = [{"seq_id": 0, "n_tokens": 5, "state": "reading"}]
+    for sequences, status in ((busy, 503), ([*busy, {"seq_id": 1, "n_tokens": 0, "state": "idle"}], 200)):
+        shared.session.more = {"sequences": sequences}
+        assert shared.get("/slots?fail_on_no_slot=1").status == status
+        assert shared.get("/slots").status == shared.get("/slots?fail_on_no_slot=").status == 200
+
+
+def test_properties_say_how_tokens_are_drawn(shared: Site) -> None:
+    """The defaults are llama.cpp's, under the names that a request has for them, and the context is a sequence's."""
+    props = shared.get("/props").body
+    found = props["default_generation_settings"]
+    assert found["n_ctx"] == 4096
+    assert {name: found["params"][name] for name in ("temperature", "top_k", "n_predict", "stop")} == {
+        "temperature": 0.8,
+        "top_k": 40,
+        "n_predict": -1,
+        "stop": [],
+    }
+    assert props["modalities"] == {"vision": False, "audio": False}
+
+
+def test_numbers_say_since_when_they_count(shared: Site) -> None:
+    """The start of the process is a header, as in llama-server."""
+    shared.session.more = {"started_at": 1234.5}
+    assert shared.get("/metrics").headers["process-start-time-unix"] == "1234"
+
+
 def test_numbers_have_no_created_series(shared: Site) -> None:
     """Counters say what they count, and not when they began."""
     assert b"_created" not in shared.get("/metrics").raw

@@ -1,0 +1,119 @@
+"""Texts as tokens and back, and chats as texts, without generating: llama-server's /tokenize and its relatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from splitctl.control.server import SessionService
+from splitctl.http import bodies
+from splitctl.http.bodies import Body
+from splitctl.http.chat import Chat
+from splitctl.http.errors import ApiError
+from splitctl.http.fields import Fields
+from splitctl.http.intake import Intake
+from splitctl.http.sse import unless_gone
+from splitctl.ipc.orders import Tokenized
+from splitctl.ipc.wire import shown
+
+_TOKENIZE = Fields(frozenset({"content", "add_special", "parse_special", "with_pieces"}), frozenset({"model"}))
+_DETOKENIZE = Fields(frozenset({"tokens"}), frozenset({"model"}))
+_MOST_TOKENS = 1 << 31
+
+
+class Service(SessionService, Protocol):
+    """What the routes need of a supervisor."""
+
+    async def tokenize(self, asked: Mapping[str, Any]) -> Tokenized:
+        """Turn a text, a chat or tokens into tokens and their texts."""
+
+
+class Tokens:
+    """The routes.
+
+    Thread: the loop's.
+    """
+
+    def __init__(self, host: Service, intake: Intake, chat: Chat) -> None:
+        """Ask a session; `chat` counts what is under way."""
+        self._host = host
+        self._intake = intake
+        self._chat = chat
+
+    async def tokenize(self, request: Request) -> Response:
+        """Give the tokens of a text, with the text of each if asked."""
+        with_pieces = False
+
+        def read(body: Body) -> dict[str, Any]:
+            nonlocal with_pieces
+            _TOKENIZE.refuse_others(body)
+            with_pieces = _flag(body, "with_pieces")
+            special = {"add_special": _flag(body, "add_special"), "parse_special": _flag(body, "parse_special", "yes")}
+            return {"text": _content(body), **special}
+
+        found = await self._ask(request, read)
+        if not with_pieces:
+            return JSONResponse({"tokens": list(found.tokens)})
+        pieces = zip(found.tokens, found.pieces, strict=True)
+        return JSONResponse({"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in pieces]})
+
+    async def detokenize(self, request: Request) -> Response:
+        """Give the text of tokens."""
+        n_vocab = (self._host.status().get("model") or {}).get("n_vocab") or _MOST_TOKENS
+
+        def read(body: Body) -> dict[str, Any]:
+            _DETOKENIZE.refuse_others(body)
+            tokens = body.get("tokens")
+            if not isinstance(tokens, list) or not all(type(one) is int and 0 <= one < n_vocab for one in tokens):
+                wanted = f"a list of tokens, each from 0 to {n_vocab - 1}"
+                raise ApiError(400, f"tokens is {shown(tokens)}; wanted: {wanted}", param="tokens")
+            return {"tokens": tuple(tokens)}
+
+        found = await self._ask(request, read)
+        return JSONResponse({"content": b"".join(found.pieces).decode("utf-8", "replace")})
+
+    async def apply_template(self, request: Request) -> Response:
+        """Give the text that the model's template makes of a chat."""
+        name = self._chat.model_name
+
+        def read(body: Body) -> dict[str, Any]:
+            asked = bodies.chat(body, name).request
+            return {one: getattr(asked, one) for one in ("messages", "chat_template_kwargs", "continue_final_message")}
+
+        return JSONResponse({"prompt": (await self._ask(request, read)).text})
+
+    async def _ask(self, request: Request, read: Callable[[Body], dict[str, Any]]) -> Tokenized:
+        asked, n_bytes = await self._intake.read(request, read, self._intake.limits.token_body_bytes)
+        answer = self._chat.begin(n_bytes)
+        try:
+            return await unless_gone(request.receive, self._host.tokenize(asked))
+        finally:
+            answer.end()
+
+
+def _content(body: Body) -> str:
+    content = body.get("content")
+    try:
+        if isinstance(content, str) and content.encode("utf-8") is not None:
+            return content
+    except UnicodeEncodeError:
+        content = "a text with half a character"
+    raise ApiError(400, f"content is {shown(content)}; wanted: a text", param="content")
+
+
+def _flag(body: Body, name: str, default: str = "") -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ApiError(400, f"{name} is {shown(value)}; wanted: true or false", param=name)
+    return bool(default) if value is None else value
+
+
+def _piece(piece: bytes) -> str | list[int]:
+    """Write a token's text; its bytes where it is a part of a character."""
+    try:
+        return piece.decode("utf-8")
+    except UnicodeDecodeError:
+        return list(piece)
