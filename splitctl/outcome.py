@@ -113,7 +113,7 @@ class DevicePeak:
     Args:
         index: position of the device in the placement, from 0.
         device: its name in the library ("CUDA0").
-        n_bytes: peak over everything on the device; None where it cannot be asked.
+        n_bytes: peak over everything on the device; None where it cannot be asked, or was asked before the switch.
     """
 
     index: int

@@ -41,13 +41,13 @@ class FreeMemoryCheck:
         # Read once: every call of the library waits for the decode of the moment.
         self._named = device_facts(library.devices(memory=False), library.env)
 
-    def __call__(self, current: Placement, target: Placement) -> tuple[Reason, ...]:
-        """Return why a target surely does not fit, given what the session gives back; empty where it may."""
+    def __call__(self, current: Placement, target: Placement) -> tuple[tuple[Reason, ...], bool]:
+        """Return why a target surely does not fit, none where it may, and whether the devices were asked for it."""
         # The question is slow on some builds. Where the target fits with nothing free, no answer could refuse it.
         full = tuple(dataclasses.replace(one, free=0 if one.kind == "gpu" else None) for one in self._named)
         if not shortage(self._facts, current, target, full):
-            return ()
-        return shortage(self._facts, current, target, device_facts(self._library.devices(), self._library.env))
+            return (), False
+        return shortage(self._facts, current, target, device_facts(self._library.devices(), self._library.env)), True
 
 
 def device_facts(devices: Iterable[Device], env: Mapping[str, str]) -> tuple[DeviceFacts, ...]:

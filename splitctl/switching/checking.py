@@ -51,8 +51,11 @@ class Prober(Protocol):
 class Planner(Protocol):
     """Compares a target with the memory that is free now."""
 
-    def __call__(self, current: Placement, target: Placement) -> tuple[Reason, ...]:
-        """Return why a target surely does not fit once the current placement is freed; empty where it may."""
+    def __call__(self, current: Placement, target: Placement) -> tuple[tuple[Reason, ...], bool]:
+        """Return why a target surely does not fit once the current placement is freed, none where it may.
+
+        And whether the devices were asked for it.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class Checked:
         reasons: why it would be refused; none: it would be tried.
         verdict: what a trial in a child process came to, where one counts.
         at: when the check began and ended, seconds of `time.perf_counter`.
+        has_asked: whether the devices were asked for their free memory.
     """
 
     target: Placement
@@ -72,6 +76,7 @@ class Checked:
     reasons: tuple[Reason, ...] = ()
     verdict: ProbeVerdict | None = None
     at: tuple[float, float] | None = None
+    has_asked: bool = False
 
 
 class Checker:
@@ -135,8 +140,10 @@ class Checker:
         *,
         placing: threading.Lock | None = None,
     ) -> Checked:
+        has_asked = False
+
         def checked(reasons: tuple[Reason, ...], verdict: ProbeVerdict | None = None) -> Checked:
-            return Checked(target, options, reasons, verdict)
+            return Checked(target, options, reasons, verdict, has_asked=has_asked)
 
         def judged(verdict: ProbeVerdict) -> Checked:
             return checked(rules.refused(self._judge(current, target, session, verdict, options)), verdict)
@@ -149,7 +156,7 @@ class Checker:
         if self._planner is not None and current is not None and placing is not None:
             # Before a trial, which would take the very memory that is short.
             with placing:
-                lacking = self._planner(current, target)
+                lacking, has_asked = self._planner(current, target)
             if lacking:
                 return checked(lacking)
         if self._prober is None:

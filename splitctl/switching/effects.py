@@ -41,12 +41,14 @@ class Run:
         options: how it is to be done.
         checked_at: when a check that came before the switch began and ended, seconds of the switcher's clock.
         check: judges the target once more before anything is touched; returns the reasons to refuse it.
+        has_asked: tells whether the check asked the devices for their free memory.
         progress: told the stage and the share done, 0.0 to 1.0.
     """
 
     options: SwitchOptions = field(default_factory=SwitchOptions)
     checked_at: tuple[float, float] | None = None
     check: Callable[[], tuple[Reason, ...]] = tuple
+    has_asked: Callable[[], bool] = bool
     progress: Callable[[Stage, float], None] = lambda _stage, _share: None
 
 
@@ -143,7 +145,7 @@ class Effects:
             return _failed("proof-failed", wrong)
         resolved = self._resolved or self.live.placement
         self.live.serve_in(resolved)
-        self.peaks = _device_peaks(self.live.engine.library, resolved)
+        self.peaks = _device_peaks(self.live.engine.library, resolved, has_asked=self.run.has_asked())
         return SwitchEvent(EventKind.DONE, placement=resolved)
 
     def _unproved(self) -> str:
@@ -217,14 +219,15 @@ _SHIELDED = frozenset(
 _CANCELLABLE = frozenset(Command) - HOUSEKEEPING - _SHIELDED - {Command.NATIVE_SWITCH}
 
 
-def _device_peaks(library: Library, placement: Placement) -> tuple[DevicePeak, ...]:
+def _device_peaks(library: Library, placement: Placement, *, has_asked: bool) -> tuple[DevicePeak, ...]:
     """Read the memory in use on every device of a placement (one that names none uses all of the library's).
 
-    Read once and not between free and place (law 5 of the switch). A processor has no memory of its own, and no number.
+    Read once in a switch, and not between free and place (law 5 of the switch): the question is slow on some builds, so
+    there are no numbers where the check has asked. A processor has no memory of its own, and no number.
     """
     kinds = {device.name: device.kind for device in library.devices(memory=False)}
     names = placement.devices or tuple(kinds)
-    is_asked = any(kinds.get(name) is not DeviceKind.CPU for name in names)
+    is_asked = not has_asked and any(kinds.get(name) is not DeviceKind.CPU for name in names)
     held = {
         device.name: device.memory_total - device.memory_free
         for device in (library.devices() if is_asked else ())

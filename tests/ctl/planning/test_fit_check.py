@@ -160,6 +160,45 @@ def test_a_session_refuses_what_surely_does_not_fit(tmp_path: Path) -> None:
     assert len(seen["asked"]) == len(set(seen["asked"]))
 
 
+def child_larger(path: str, model: str) -> dict[str, Any]:
+    library, stub = Library.open(path), Stub(path)
+
+    def asked() -> list[str]:
+        return [str(call.arguments["device"]) for call in stub.calls() if call.name == "ggml_backend_dev_memory"]
+
+    with scenes.start(library, model, Scene()) as session:
+        scenes.generate(session, 1)
+        larger = session.placement.changed(mode=SplitMode.TENSOR, n_ctx=1 << 24)
+        stub.reset()
+        checked = session.check(larger)
+        while_checked = asked()
+        stub.reset()
+        grown = session.switch(larger)
+        while_grown = asked()
+        stub.reset()
+        back = session.switch(larger.changed(mode=SplitMode.LAYER, n_ctx=256))
+        return {
+            "checked": [list(checked.reasons), while_checked],
+            "grown": [grown.status.value, while_grown, [one.n_bytes for one in grown.peak_device_bytes]],
+            "back": [back.status.value, asked(), [one.n_bytes for one in back.peak_device_bytes]],
+        }
+
+
+@needs_compiler
+@pytest.mark.stub
+def test_a_switch_asks_every_device_once(tmp_path: Path) -> None:
+    """Before it where that matters, and then the memory after it is not told; else after it."""
+    large = f"budget:STUB0={1 << 33} budget:STUB1={1 << 33}"
+    seen = run_child(child_larger, build(), str(write_model(tmp_path / "m.gguf")), STUB_FAULTS=large).value()
+    devices = seen["checked"][1]
+    assert len(devices) == len(set(devices)) > 1
+    assert seen["checked"] == [[], devices]
+    assert seen["grown"] == ["switched", devices, [None, None]]
+    status, asked, held = seen["back"]
+    assert (status, asked) == ("switched", devices)
+    assert all(n_bytes > 0 for n_bytes in held)
+
+
 def child_no_room_for_the_carry(path: str, model: str) -> list[Any]:
     stub = Stub(path)
     with scenes.start(Library.open(path), model, Scene()) as session:
