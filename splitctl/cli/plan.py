@@ -53,7 +53,7 @@ from splitctl.planning.survey import (
     with_chunk,
 )
 from splitctl.switching import rules
-from splitctl.switching.rules import BuildFacts, Finding, HostFacts, SessionFacts
+from splitctl.switching.rules import BuildFacts, Diagnostic, HostFacts, SessionFacts
 
 _GIB = 1024**3
 #: Largest chunk that `--ubatch auto` asks about [tokens].
@@ -105,7 +105,7 @@ class _Asked:
         """Why the rules refuse a mode."""
         return rules.refused(self.judged(mode))
 
-    def judged(self, mode: SplitMode) -> tuple[Finding, ...]:
+    def judged(self, mode: SplitMode) -> tuple[Diagnostic, ...]:
         """What the rules say of a mode."""
         host = HostFacts({device.name: device.kind for device in self.known.devices if device.name != HOST_POOL})
         target = _in_mode(self.generate, mode)
@@ -277,11 +277,11 @@ def _in_mode(placement: Placement, mode: SplitMode) -> Placement:
 
 
 def _answer(asked: _Asked, mode: SplitMode) -> ModeAnswer:
-    findings = asked.judged(mode)
-    warnings = tuple(finding.reason for finding in findings if not finding.blocking)
+    diagnostics = asked.judged(mode)
+    warnings = tuple(diagnostic.reason for diagnostic in diagnostics if not diagnostic.blocking)
     return dataclasses.replace(
         answer_mode(asked.known, _in_mode(asked.generate, mode)),
-        refused=rules.refused(findings),
+        refused=rules.refused(diagnostics),
         warnings=warnings,
         unsaid=asked.unsaid.get(mode, ""),
     )

@@ -23,7 +23,7 @@ from splitctl.outcome import DOES_NOT_FIT, SwitchOptions
 from splitctl.placement import SplitMode
 from splitctl.probing import Verdict
 from splitctl.switching import rules
-from splitctl.switching.rules import BuildFacts, Finding, HostFacts, SessionFacts
+from splitctl.switching.rules import BuildFacts, Diagnostic, HostFacts, SessionFacts
 
 if TYPE_CHECKING:
     import threading
@@ -126,10 +126,12 @@ class Checker:
         session: SessionFacts,
         verdict: ProbeVerdict | None,
         options: SwitchOptions,
-    ) -> tuple[Finding, ...]:
+    ) -> tuple[Diagnostic, ...]:
         host = HostFacts(devices=self._devices, mem_available=host_memory().available)
         found = rules.check(current, target, self._facts, self._build, host, session, verdict)
-        return tuple(finding for finding in found if not (options.convert and finding.code == rules.NEEDS_CONVERSION))
+        return tuple(
+            diagnostic for diagnostic in found if not (options.convert and diagnostic.code == rules.NEEDS_CONVERSION)
+        )
 
     def _first(
         self,
@@ -148,11 +150,11 @@ class Checker:
         def judged(verdict: ProbeVerdict) -> Checked:
             return checked(rules.refused(self._judge(current, target, session, verdict, options)), verdict)
 
-        findings = self._judge(current, target, session, None, options)
+        diagnostics = self._judge(current, target, session, None, options)
         if options.force:
-            return checked(_forced(findings))
-        if not rules.worth_a_try(findings):
-            return checked(rules.refused(findings))
+            return checked(_forced(diagnostics))
+        if not rules.worth_a_try(diagnostics):
+            return checked(rules.refused(diagnostics))
         if self._planner is not None and current is not None and placing is not None:
             # Before a trial, which would take the very memory that is short.
             with placing:
@@ -160,19 +162,19 @@ class Checker:
             if lacking:
                 return checked(lacking)
         if self._prober is None:
-            return checked(rules.refused(findings))
+            return checked(rules.refused(diagnostics))
         if target.mode not in TRIED:
             # What failed by a return may be mended by now, and would only return again.
             known = self._prober.known(target, self._facts)
             is_bad = known is not None and known.verdict in {Verdict.DIES, Verdict.WRONG}
-            return judged(known) if known is not None and is_bad else checked(rules.refused(findings))
+            return judged(known) if known is not None and is_bad else checked(rules.refused(diagnostics))
         verdict = self._prober(self._facts.path, target, self._facts)
         if verdict.verdict is Verdict.INCONCLUSIVE:
             text = (
                 f"whether this build can do {target.describe()} could not be tried: {verdict.why}; free some memory, "
                 "or use --force to switch without the try"
             )
-            return checked((*rules.refused(findings), Reason("probe-inconclusive", text)))
+            return checked((*rules.refused(diagnostics), Reason("probe-inconclusive", text)))
         return judged(verdict)
 
 
@@ -196,6 +198,6 @@ def _facts_of(live: LiveSession) -> SessionFacts:
     )
 
 
-def _forced(findings: tuple[Finding, ...]) -> tuple[Reason, ...]:
+def _forced(diagnostics: tuple[Diagnostic, ...]) -> tuple[Reason, ...]:
     """Keep only the reasons that no trial could outlive."""
-    return rules.refused(f for f in findings if not (f.settled_by_probe or f.code == DOES_NOT_FIT))
+    return rules.refused(f for f in diagnostics if not (f.settled_by_probe or f.code == DOES_NOT_FIT))

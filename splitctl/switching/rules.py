@@ -1,8 +1,8 @@
 """Whether a placement can be asked of a model, a build and a session: decided before anything is freed. Pure.
 
 Laws:
-    1. Pure: the same facts give the same findings; nothing is read, asked or tried here.
-    2. Every finding names the fact, the limit and the way out.
+    1. Pure: the same facts give the same diagnostics; nothing is read, asked or tried here.
+    2. Every diagnostic names the fact, the limit and the way out.
     3. What a trial in a child process saw wins over the tables, in both directions. ALiBi is the exception: its wrong
        logits can pass a comparison, so it stays refused on several devices until a build proves right.
 """
@@ -22,11 +22,11 @@ from splitctl.probing.verdicts import ProbeVerdict, Verdict
 from splitctl.switching import tables
 
 NEEDS_CONVERSION = "needs-conversion"
-"""The code of findings that a conversion of the carry lifts."""
+"""The code of diagnostics that a conversion of the carry lifts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Diagnostic:
     """One thing to say about a placement.
 
     Args:
@@ -43,7 +43,7 @@ class Finding:
 
     @property
     def reason(self) -> Reason:
-        """The finding as an outcome carries it."""
+        """The diagnostic as an outcome carries it."""
         return Reason(self.code, self.text)
 
 
@@ -148,9 +148,9 @@ class _Case:
         """The cache types that are quantized."""
         return tuple(one for one in (self.target.type_k, self.target.type_v) if one in tables.QUANTIZED_CACHE_TYPES)
 
-    def known(self, code: str, text: str) -> Finding:
-        """Make a finding that comes from a table, so that a trial can lift it."""
-        return Finding(code, text, settled_by_probe=True)
+    def known(self, code: str, text: str) -> Diagnostic:
+        """Make a diagnostic that comes from a table, so that a trial can lift it."""
+        return Diagnostic(code, text, settled_by_probe=True)
 
 
 def check(
@@ -161,7 +161,7 @@ def check(
     host: HostFacts,
     session: SessionFacts,
     probe: ProbeVerdict | None = None,
-) -> tuple[Finding, ...]:
+) -> tuple[Diagnostic, ...]:
     """Judge a target.
 
     Args:
@@ -174,69 +174,69 @@ def check(
         probe: what a trial of the target in a child process saw; None or inconclusive when nothing is known.
 
     Returns:
-        Findings, blocking ones first; the placement is refused when one is blocking.
+        Diagnostics, blocking ones first; the placement is refused when one is blocking.
     """
     case = _Case(current, target, facts, build, host, session)
-    found = [finding for rule in _RULES for finding in rule(case)]
+    found = [diagnostic for rule in _RULES for diagnostic in rule(case)]
     if probe is not None and probe.verdict is not Verdict.INCONCLUSIVE:
         found = list(_settled(found, probe, case))
-    return tuple(sorted(found, key=lambda finding: not finding.blocking))
+    return tuple(sorted(found, key=lambda diagnostic: not diagnostic.blocking))
 
 
-def refused(findings: Iterable[Finding]) -> tuple[Reason, ...]:
-    """Give the reasons of blocking findings; empty when the placement may be tried."""
-    return tuple(finding.reason for finding in findings if finding.blocking)
+def refused(diagnostics: Iterable[Diagnostic]) -> tuple[Reason, ...]:
+    """Give the reasons of blocking diagnostics; empty when the placement may be tried."""
+    return tuple(diagnostic.reason for diagnostic in diagnostics if diagnostic.blocking)
 
 
-def worth_a_try(findings: Iterable[Finding]) -> bool:
+def worth_a_try(diagnostics: Iterable[Diagnostic]) -> bool:
     """Tell whether a trial in a child process can still change the answer.
 
     False when something blocks that no trial can lift.
     """
-    return all(finding.settled_by_probe or not finding.blocking for finding in findings)
+    return all(diagnostic.settled_by_probe or not diagnostic.blocking for diagnostic in diagnostics)
 
 
-def _settled(found: list[Finding], probe: ProbeVerdict, case: _Case) -> Iterator[Finding]:
+def _settled(found: list[Diagnostic], probe: ProbeVerdict, case: _Case) -> Iterator[Diagnostic]:
     """Let a trial's verdict stand over what the tables say."""
-    for finding in found:
-        if not (finding.settled_by_probe and finding.blocking and probe.verdict is Verdict.OK):
-            yield finding
+    for diagnostic in found:
+        if not (diagnostic.settled_by_probe and diagnostic.blocking and probe.verdict is Verdict.OK):
+            yield diagnostic
     if probe.verdict is not Verdict.OK:
         saw = f"{probe.verdict.value} ({probe.why})" if probe.why else probe.verdict.value
         text = (
             f"{case.build.version} with {case.facts.architecture}, {case.target.describe()}, tried in a child process, "
             f"came to: {saw}; use another placement"
         )
-        yield Finding(f"probe-{probe.verdict.value}", text)
+        yield Diagnostic(f"probe-{probe.verdict.value}", text)
 
 
-def _devices(case: _Case) -> Iterator[Finding]:
+def _devices(case: _Case) -> Iterator[Diagnostic]:
     """Devices that exist, shares that fit them, a main device among them."""
     names = ", ".join(case.host.devices) or "none"
     for name in dict.fromkeys(case.target.devices):
         if name not in case.host.devices:
             text = f"device {name!r} is not among this library's devices ({names}); name one of them"
-            yield Finding("unknown-device", text)
+            yield Diagnostic("unknown-device", text)
     n_devices, mode = len(case.device_names), case.target.mode
     if mode is SplitMode.TENSOR and n_devices == 0:
         text = f"tensor mode takes CPU devices only by name, and there are {names}; name them, as in --device CPU,CPU"
-        yield Finding("no-device", text)
+        yield Diagnostic("no-device", text)
     limit = min(case.build.max_devices, n_devices or case.build.max_devices)
     shares = case.target.tensor_split
     if shares is not None and len(shares) > limit:
         text = f"the tensor split has {len(shares)} shares for {limit} device(s); give one share a device at most"
-        yield Finding("tensor-split-too-long", text)
+        yield Diagnostic("tensor-split-too-long", text)
     if len(case.target.devices) > case.build.max_devices:
         text = f"{len(case.target.devices)} devices are named and this build takes {case.build.max_devices}; name fewer"
-        yield Finding("too-many-devices", text)
+        yield Diagnostic("too-many-devices", text)
     if case.target.main_gpu >= max(n_devices, 1):
         text = (
             f"main device {case.target.main_gpu} is named and there are {n_devices} (counted from 0); name one of them"
         )
-        yield Finding("main-gpu-out-of-range", text)
+        yield Diagnostic("main-gpu-out-of-range", text)
 
 
-def _mode(case: _Case) -> Iterator[Finding]:
+def _mode(case: _Case) -> Iterator[Diagnostic]:
     """Modes that the build has, architectures that it takes in them."""
     target, facts = case.target, case.facts
     if target.mode is SplitMode.ROW:
@@ -255,10 +255,10 @@ def _mode(case: _Case) -> Iterator[Finding]:
             f"architecture {facts.architecture} uses ALiBi (bias {facts.max_alibi_bias:g}), which gives wrong logits "
             f"silently in tensor mode on {case.n_active} devices; use layer mode, or one device"
         )
-        yield Finding("alibi-in-tensor-mode", text)
+        yield Diagnostic("alibi-in-tensor-mode", text)
 
 
-def _adapters(case: _Case) -> Iterator[Finding]:
+def _adapters(case: _Case) -> Iterator[Diagnostic]:
     """Adapters, which tensor mode cannot split; a trial loads none, so it settles nothing."""
     n_adapters = case.session.n_adapters
     if n_adapters and case.target.mode is SplitMode.TENSOR:
@@ -267,10 +267,10 @@ def _adapters(case: _Case) -> Iterator[Finding]:
             "on one device too (ggml-backend-meta.cpp, split of lora_a and lora_b unknown); use layer mode, or merge "
             "it into the model"
         )
-        yield Finding("adapters-in-tensor-mode", text)
+        yield Diagnostic("adapters-in-tensor-mode", text)
 
 
-def _tensor_heads(case: _Case) -> Iterator[Finding]:
+def _tensor_heads(case: _Case) -> Iterator[Diagnostic]:
     """Head counts that tensor mode can cut."""
     facts, target = case.facts, case.target
     heads = facts.least_head_kv
@@ -293,13 +293,13 @@ def _tensor_heads(case: _Case) -> Iterator[Finding]:
             f"{case.n_active} devices share {heads} KV head(s), which some builds abort on or answer wrongly; "
             f"use {heads} device(s)"
         )
-        yield Finding("more-devices-than-kv-heads", text, blocking=not case.build.measured, settled_by_probe=True)
+        yield Diagnostic("more-devices-than-kv-heads", text, blocking=not case.build.measured, settled_by_probe=True)
     elif case.n_active and heads % case.n_active:
         text = f"{heads} KV heads do not divide over {case.n_active} devices; the shares are rounded to whole heads"
-        yield Finding("uneven-kv-heads", text, blocking=False)
+        yield Diagnostic("uneven-kv-heads", text, blocking=False)
 
 
-def _shares(case: _Case) -> Iterator[Finding]:
+def _shares(case: _Case) -> Iterator[Diagnostic]:
     """What the devices really get of a tensor split, where it is not what was asked."""
     target, n_devices = case.target, len(case.device_names)
     asked = target.tensor_split
@@ -313,7 +313,7 @@ def _shares(case: _Case) -> Iterator[Finding]:
                 f"the tensor split asks for {_of_one(wanted)} and whole heads give {_of_one(shares)} of the {what}, "
                 "summed over the layers; plan with these shares, or ask for others"
             )
-            yield Finding("uneven-tensor-split", text, blocking=False)
+            yield Diagnostic("uneven-tensor-split", text, blocking=False)
 
 
 def _of_one(shares: Iterable[float]) -> str:
@@ -321,13 +321,13 @@ def _of_one(shares: Iterable[float]) -> str:
     return ":".join(f"{share:.3f}" for share in shares)
 
 
-def _cache(case: _Case) -> Iterator[Finding]:
+def _cache(case: _Case) -> Iterator[Diagnostic]:
     """Cache types, residency and flash attention."""
     target, facts, flash = case.target, case.facts, case.flash
     tensor = target.mode is SplitMode.TENSOR
     if tensor and flash is FlashAttn.OFF:
         text = "tensor mode needs flash attention and it is off; turn it on, or use layer mode"
-        yield Finding("flash-attention-off", text)
+        yield Diagnostic("flash-attention-off", text)
     if tensor and not target.offload_kqv and facts.has_memory:
         text = (
             "tensor mode with the cache on the host (-nkvo) makes libllama die in the first decode, or answer wrongly; "
@@ -339,10 +339,10 @@ def _cache(case: _Case) -> Iterator[Finding]:
             f"this model's K and V caches must have one type, asked are {target.type_k} and {target.type_v}; "
             "name the same twice"
         )
-        yield Finding("unequal-cache-types", text)
+        yield Diagnostic("unequal-cache-types", text)
     if flash is FlashAttn.OFF and target.type_v in tables.QUANTIZED_CACHE_TYPES:
         text = f"a V cache of {target.type_v} needs flash attention and it is off; turn it on, or use f16"
-        yield Finding("quantized-v-without-flash-attention", text)
+        yield Diagnostic("quantized-v-without-flash-attention", text)
     if flash is not FlashAttn.OFF:
         for what, kind, width in (("K", target.type_k, facts.n_embd_head_k), ("V", target.type_v, facts.n_embd_head_v)):
             if kind in tables.QUANTIZED_CACHE_TYPES and width % tables.CACHE_BLOCK_VALUES:
@@ -350,7 +350,7 @@ def _cache(case: _Case) -> Iterator[Finding]:
                     f"heads of {width} values do not fill blocks of {tables.CACHE_BLOCK_VALUES}, so the {what} cache "
                     f"cannot be {kind}; use f16"
                 )
-                yield Finding("cache-type-does-not-fit-heads", text)
+                yield Diagnostic("cache-type-does-not-fit-heads", text)
     number = case.build.number
     if tensor and not case.build.measured and (number is None or number < tables.FULL_CACHE_TYPES_SINCE):
         for kind in sorted({target.type_k, target.type_v} - tables.EARLY_TENSOR_CACHE_TYPES):
@@ -359,12 +359,14 @@ def _cache(case: _Case) -> Iterator[Finding]:
             yield case.known("cache-type-in-tensor-mode", text)
 
 
-def _room(case: _Case) -> Iterator[Finding]:
+def _room(case: _Case) -> Iterator[Diagnostic]:
     """Room in the target for what the session holds."""
     return room(case.session, case.target, case.facts)
 
 
-def room(held: SessionFacts, target: Placement, facts: ModelFacts, *, holder: str = "the session") -> Iterator[Finding]:
+def room(
+    held: SessionFacts, target: Placement, facts: ModelFacts, *, holder: str = "the session"
+) -> Iterator[Diagnostic]:
     """Find what a placement has no room for.
 
     Args:
@@ -376,14 +378,14 @@ def room(held: SessionFacts, target: Placement, facts: ModelFacts, *, holder: st
     last = max(held.tokens, default=-1)
     if last >= target.n_seq_max:
         text = f"sequence {last} is in use and the context has room for {target.n_seq_max}; raise -np to {last + 1}"
-        yield Finding("too-few-sequences", text)
+        yield Diagnostic("too-few-sequences", text)
     n_encoded, most = held.n_encoder_tokens, shape_of(facts, target).n_ubatch
     if n_encoded > most:
         text = (
             f"the encoder has read {n_encoded} tokens and is to read them again as a whole, and the micro-batch "
             f"holds {most}; ask for -ub {n_encoded} or more"
         )
-        yield Finding("encoder-prompt-too-long", text)
+        yield Diagnostic("encoder-prompt-too-long", text)
     n_ctx = target.n_ctx or facts.n_ctx_train
     if not n_ctx or not held.tokens:
         return
@@ -394,10 +396,10 @@ def room(held: SessionFacts, target: Placement, facts: ModelFacts, *, holder: st
     if have > most and facts.has_memory and not facts.is_recurrent:
         least = have * (1 if target.kv_unified else target.n_seq_max)
         text = f"{who} holds {have} tokens and the context has room for {most}; ask for -c {least} or more"
-        yield Finding("context-too-small", text)
+        yield Diagnostic("context-too-small", text)
 
 
-def _conversion(case: _Case) -> Iterator[Finding]:
+def _conversion(case: _Case) -> Iterator[Diagnostic]:
     """Differences in layout, for which the carry would have to be rewritten."""
     if case.current is None or case.facts.is_recurrent or not case.facts.has_memory:
         return
@@ -422,13 +424,13 @@ def _conversion(case: _Case) -> Iterator[Finding]:
                 f"the {what} of {case.facts.architecture} cannot be converted: its state is carried whole, not "
                 "understood; keep it as it is, or start afresh in the target"
             )
-            yield Finding("cannot-convert", text)
+            yield Diagnostic("cannot-convert", text)
         elif any(f"to {kind}" in what for kind in tables.SOURCE_ONLY_CACHE_TYPES):
             text = f"the {what} cannot be converted: that type is read and not written; choose another cache type"
-            yield Finding("cannot-convert", text)
+            yield Diagnostic("cannot-convert", text)
         else:
             text = f"needs conversion: {what}; allow it (without --no-convert), or keep it as it is"
-            yield Finding(NEEDS_CONVERSION, text)
+            yield Diagnostic(NEEDS_CONVERSION, text)
 
 
 def _n_compressed(facts: ModelFacts, placement: Placement) -> int:
@@ -436,7 +438,7 @@ def _n_compressed(facts: ModelFacts, placement: Placement) -> int:
     return sum(one.n_rows for one in cache_tensors(facts, placement) if one.section == "compressed")
 
 
-def _restore(case: _Case) -> Iterator[Finding]:
+def _restore(case: _Case) -> Iterator[Diagnostic]:
     """Some builds restore the last stream alone, which would show only after everything was freed."""
     number, n_held = case.build.number, len(case.session.tokens)
     if case.facts.is_recurrent or not case.facts.has_memory or min(n_held, case.target.n_streams) < 2:
@@ -446,17 +448,17 @@ def _restore(case: _Case) -> Iterator[Finding]:
             f"the session holds {n_held} sequences with a stream of cells each, and this libllama "
             f"({case.build.version}) restores the last one alone; use a newer one, or a unified cache"
         )
-        yield Finding("streams-lost-on-restore", text)
+        yield Diagnostic("streams-lost-on-restore", text)
 
 
-def _quiet(case: _Case) -> Iterator[Finding]:
+def _quiet(case: _Case) -> Iterator[Diagnostic]:
     """Nothing may be in flight when the state is taken."""
     if case.session.pending_shift:
         text = "a sequence shift is not applied yet, and the state would not hold it; decode one token first"
-        yield Finding("pending-shift", text)
+        yield Diagnostic("pending-shift", text)
 
 
-def _memory(case: _Case) -> Iterator[Finding]:
+def _memory(case: _Case) -> Iterator[Diagnostic]:
     """The host must hold the carry, and the largest tensor while it is placed."""
     available = case.host.mem_available
     if available is None or case.current is None or not case.session.tokens:
@@ -474,10 +476,10 @@ def _memory(case: _Case) -> Iterator[Finding]:
             f"more bytes of host memory and {available} are available; end other programs, shorten the session, or "
             "try it with --force"
         )
-        yield Finding(DOES_NOT_FIT, text)
+        yield Diagnostic(DOES_NOT_FIT, text)
 
 
-_RULES: tuple[Callable[[_Case], Iterator[Finding]], ...] = (
+_RULES: tuple[Callable[[_Case], Iterator[Diagnostic]], ...] = (
     _devices,
     _mode,
     _adapters,

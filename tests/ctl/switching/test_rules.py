@@ -11,7 +11,7 @@ from splitctl.model.header import TensorInfo
 from splitctl.placement import FlashAttn, Placement, SplitMode
 from splitctl.probing.verdicts import ProbeVerdict, Verdict
 from splitctl.switching import tables
-from splitctl.switching.rules import BuildFacts, Finding, HostFacts, SessionFacts, check, refused, worth_a_try
+from splitctl.switching.rules import BuildFacts, Diagnostic, HostFacts, SessionFacts, check, refused, worth_a_try
 from tests.ctl.model_facts import model_facts
 
 TWO = ("CPU", "CPU")
@@ -26,7 +26,7 @@ OK = ProbeVerdict(Verdict.OK)
 DIES = ProbeVerdict(Verdict.DIES, "GGML_ASSERT(src_ss[0].axis)")
 
 
-def findings(
+def diagnostics(
     facts: ModelFacts,
     target: Placement = TENSOR,
     *,
@@ -35,19 +35,19 @@ def findings(
     host: HostFacts = HOST,
     session: SessionFacts = EMPTY,
     probe: ProbeVerdict | None = None,
-) -> tuple[Finding, ...]:
+) -> tuple[Diagnostic, ...]:
     """Ask the rules."""
     return check(current, target, facts, build, host, session, probe)
 
 
 def blocking(*args: object, **named: object) -> list[str]:
     """Ask the rules for the codes of what blocks."""
-    return [one.code for one in findings(*args, **named) if one.blocking]  # type: ignore[arg-type]
+    return [one.code for one in diagnostics(*args, **named) if one.blocking]  # type: ignore[arg-type]
 
 
 def test_a_plain_model_may_go_to_tensor_mode() -> None:
     """Two KV heads on two devices with an f16 cache: nothing to say."""
-    assert findings(model_facts()) == ()
+    assert diagnostics(model_facts()) == ()
 
 
 @pytest.mark.parametrize("n_devices", [1, 2])
@@ -88,13 +88,13 @@ def test_builds_that_restore_one_stream_alone_are_not_asked_to_restore_more(
 def test_tables_of_tensor_mode_say_nothing_about_other_modes(mode: SplitMode, architecture: str) -> None:
     """What tensor mode cannot do, the other modes may."""
     facts = model_facts(architecture=architecture, max_alibi_bias=8.0, has_k_norm=True, n_head_kv=(1,))
-    assert findings(facts, dataclasses.replace(LAYER, mode=mode)) == ()
+    assert diagnostics(facts, dataclasses.replace(LAYER, mode=mode)) == ()
 
 
 @pytest.mark.parametrize("architecture", ["glm-dsa", "mamba", "t5", "rwkv6", "t5encoder", "chameleon", "jina-bert-v2"])
 def test_architectures_that_a_build_cannot_split_are_refused(architecture: str) -> None:
     """The header's architecture is enough to refuse, before anything is freed (P4)."""
-    found = findings(model_facts(architecture=architecture))
+    found = diagnostics(model_facts(architecture=architecture))
     assert [one.code for one in found if one.blocking] == ["architecture-in-tensor-mode"]
     assert architecture in found[0].text
     assert "layer mode" in found[0].text
@@ -130,7 +130,7 @@ def test_alibi_on_several_devices_is_refused_whatever_a_try_says(target: Placeme
     facts = model_facts(architecture="bloom", max_alibi_bias=8.0)
     for probe in (None, OK):
         assert blocking(facts, target, probe=probe) == ["alibi-in-tensor-mode"] * blocked
-    assert worth_a_try(findings(facts, target)) is not blocked
+    assert worth_a_try(diagnostics(facts, target)) is not blocked
 
 
 def test_k_norm_with_one_kv_head() -> None:
@@ -159,7 +159,7 @@ def test_layers_without_attention_do_not_count_as_the_fewest_heads() -> None:
 def test_more_devices_than_kv_heads(heads: int, n_devices: int, code: str | None, blocked: bool) -> None:
     """On a build that nobody measured, more devices than KV heads block until a try, and an odd share warns (P5)."""
     target = dataclasses.replace(TENSOR, devices=("CPU",) * n_devices)
-    found = findings(model_facts(n_head_kv=(heads,)), target, build=NEWER)
+    found = diagnostics(model_facts(n_head_kv=(heads,)), target, build=NEWER)
     assert [one.code for one in found] == ([code] if code else [])
     assert any(one.blocking for one in found) is blocked
     assert blocking(model_facts(n_head_kv=(heads,)), target, build=NEWER, probe=OK) == []
@@ -218,7 +218,7 @@ def test_cache_types_by_build(mode: Placement, cache_type: str, build: BuildFact
 
 def test_latent_attention_wants_equal_types() -> None:
     """An MLA cache with two types is refused with both names (P19)."""
-    found = findings(model_facts(is_mla=True), cached(LAYER, "f16", "q8_0"), current=None)
+    found = diagnostics(model_facts(is_mla=True), cached(LAYER, "f16", "q8_0"), current=None)
     assert [one.code for one in found] == ["unequal-cache-types"]
     assert "f16" in found[0].text
     assert "q8_0" in found[0].text
@@ -238,7 +238,7 @@ def test_heads_that_do_not_fill_blocks() -> None:
 
 def test_unknown_device_is_named_with_the_known_ones() -> None:
     """A device that is not there is refused with the list."""
-    found = findings(model_facts(), dataclasses.replace(LAYER, devices=("CUDA7", "CPU")))
+    found = diagnostics(model_facts(), dataclasses.replace(LAYER, devices=("CUDA7", "CPU")))
     assert found[0].code == "unknown-device"
     assert "'CUDA7'" in found[0].text
     assert "CPU" in found[0].text
@@ -263,7 +263,7 @@ def test_split_longer_than_the_devices() -> None:
 
 def test_main_device_out_of_range() -> None:
     """A main device that is not among the devices is refused with both numbers."""
-    found = findings(model_facts(), dataclasses.replace(LAYER, main_gpu=2))
+    found = diagnostics(model_facts(), dataclasses.replace(LAYER, main_gpu=2))
     assert [one.code for one in found] == ["main-gpu-out-of-range"]
     assert "2" in found[0].text
 
@@ -290,7 +290,7 @@ def test_room_for_what_the_session_holds(
 
 def test_too_small_a_context_says_both_numbers() -> None:
     """The refusal says what is held, what there would be, and what to ask for."""
-    found = findings(model_facts(), LAYER, session=SessionFacts({0: 300}))
+    found = diagnostics(model_facts(), LAYER, session=SessionFacts({0: 300}))
     assert "300 tokens" in found[0].text
     assert "room for 256" in found[0].text
     assert "-c 300" in found[0].text
@@ -300,7 +300,7 @@ def test_too_small_a_context_says_both_numbers() -> None:
 def test_an_encoder_must_be_able_to_read_its_prompts_again(n_batch: int, n_ubatch: int, code: str) -> None:
     """It reads them as a whole, and the library aborts where they are more than a micro-batch."""
     target = dataclasses.replace(LAYER, n_batch=n_batch, n_ubatch=n_ubatch)
-    found = findings(model_facts(architecture="t5"), target, session=SessionFacts({0: 1}, n_encoder_tokens=100))
+    found = diagnostics(model_facts(architecture="t5"), target, session=SessionFacts({0: 1}, n_encoder_tokens=100))
     assert [one.code for one in found] == (["encoder-prompt-too-long"] if code else [])
     assert all("-ub 100" in one.text for one in found)
 
@@ -329,7 +329,7 @@ def test_a_recurrent_state_fits_any_context() -> None:
 )
 def test_what_needs_a_conversion_is_named(change: dict[str, object], word: str) -> None:
     """Another cache layout is no impossibility: it is named as the conversion it needs."""
-    found = findings(model_facts(), dataclasses.replace(LAYER, **change))  # type: ignore[arg-type]
+    found = diagnostics(model_facts(), dataclasses.replace(LAYER, **change))  # type: ignore[arg-type]
     assert [one.code for one in found] == ["needs-conversion"]
     assert word in found[0].text
 
@@ -345,7 +345,7 @@ def test_what_cannot_be_converted_is_refused_before_anything_is_freed(
     facts: ModelFacts, change: dict[str, object], word: str
 ) -> None:
     """A state of its own format, and a type that is only read, are no conversion that --no-convert could be about."""
-    found = findings(facts, dataclasses.replace(LAYER, **change))  # type: ignore[arg-type]
+    found = diagnostics(facts, dataclasses.replace(LAYER, **change))  # type: ignore[arg-type]
     assert "cannot-convert" in [one.code for one in found if one.blocking]
     assert any(word in one.text for one in found)
 
@@ -396,7 +396,7 @@ def test_host_memory_for_the_carry() -> None:
     facts = model_facts(tensors=(tensor,))
     session = SessionFacts({0: 10}, state_bytes=6000)
     assert blocking(facts, session=session, host=HostFacts({"CPU": "cpu"}, mem_available=10_000)) == []
-    found = findings(facts, session=session, host=HostFacts({"CPU": "cpu"}, mem_available=9_999))
+    found = diagnostics(facts, session=session, host=HostFacts({"CPU": "cpu"}, mem_available=9_999))
     assert [one.code for one in found] == ["does-not-fit"]
     assert all(number in found[0].text for number in ("6000", "4000", "10000", "9999"))
     mapped = dataclasses.replace(session, sealed_bytes=6000)
@@ -425,14 +425,14 @@ def test_row_mode() -> None:
 def test_a_try_lifts_what_tables_refuse() -> None:
     """A build that turns out right is not held back by a table."""
     facts = model_facts(architecture="mamba2", has_k_norm=True, n_head_kv=(1,))
-    assert worth_a_try(findings(facts))
+    assert worth_a_try(diagnostics(facts))
     assert blocking(facts, probe=OK) == []
 
 
 @pytest.mark.parametrize("verdict", [Verdict.DIES, Verdict.WRONG, Verdict.FAILS])
 def test_a_try_refuses_what_no_table_knows(verdict: Verdict) -> None:
     """A build that turns out wrong is refused with what was seen, whatever the tables say."""
-    found = findings(model_facts(), probe=ProbeVerdict(verdict, "what was seen"))
+    found = diagnostics(model_facts(), probe=ProbeVerdict(verdict, "what was seen"))
     assert [one.code for one in found] == [f"probe-{verdict.value}"]
     assert "what was seen" in found[0].text
 
@@ -440,15 +440,15 @@ def test_a_try_refuses_what_no_table_knows(verdict: Verdict) -> None:
 def test_a_try_that_told_nothing_changes_nothing() -> None:
     """An inconclusive try leaves the tables' word."""
     verdict = ProbeVerdict(Verdict.INCONCLUSIVE, "not enough memory")
-    assert findings(model_facts(), probe=verdict) == ()
+    assert diagnostics(model_facts(), probe=verdict) == ()
     facts = model_facts(architecture="mamba")
-    assert findings(facts, probe=verdict) == findings(facts)
+    assert diagnostics(facts, probe=verdict) == diagnostics(facts)
 
 
 def test_what_blocks_comes_first() -> None:
     """Warnings follow refusals, and only refusals become reasons."""
     facts = model_facts(architecture="mamba2", n_head_kv=(1,))
-    found = findings(facts, probe=DIES)
+    found = diagnostics(facts, probe=DIES)
     assert [one.blocking for one in found] == sorted((one.blocking for one in found), reverse=True)
     assert [one.code for one in refused(found)] == [one.code for one in found if one.blocking]
 
@@ -490,7 +490,7 @@ def _with_tensors() -> ModelFacts:
 )
 def test_a_split_that_whole_heads_cannot_give_is_told(shares: tuple[float, ...] | None, said: str) -> None:
     """Asked and effective, summed over the layers with the rotation of the rounding; never a refusal."""
-    found = findings(_with_tensors(), dataclasses.replace(TENSOR, tensor_split=shares))
+    found = diagnostics(_with_tensors(), dataclasses.replace(TENSOR, tensor_split=shares))
     uneven = [one for one in found if one.code == "uneven-tensor-split"]
     assert all(not one.blocking for one in found)
     assert any(said in one.text for one in uneven) if said else not uneven
@@ -500,5 +500,5 @@ def test_a_split_of_layers_or_of_one_device_is_not_rounded_to_heads() -> None:
     """Nothing to tell there."""
     for target in (LAYER, dataclasses.replace(TENSOR, devices=("CPU",))):
         shares = (0.1, 0.9)[: len(target.devices)]
-        found = findings(_with_tensors(), dataclasses.replace(target, tensor_split=shares))
+        found = diagnostics(_with_tensors(), dataclasses.replace(target, tensor_split=shares))
         assert all(one.code != "uneven-tensor-split" for one in found)
