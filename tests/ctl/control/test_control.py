@@ -39,6 +39,11 @@ REQUESTS = (
     requests.StopRequest(),
     requests.StopRequest(force=True),
     requests.EventsRequest(),
+    requests.GenerateRequest(
+        messages=({"role": "assistant", "content": "Sure, ", "name": "é"},),
+        chat_template_kwargs={"enable_thinking": False, "a": [None, 1.5]},
+        continue_final_message="content",
+    ),
 )
 
 

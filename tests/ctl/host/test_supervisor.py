@@ -440,7 +440,9 @@ def test_a_real_session_survives_its_workers(smollm2: Path, tmp_path: Path) -> N
                 wanted = await text_of(supervisor, nothing)
                 assert await text_of(supervisor, kill) == wanted
                 assert await text_of(supervisor, kill_while_placing) == wanted
-                chat = GenerateRequest(messages=({"role": "user", "content": "Say hello."},), n_predict=4, sampler=GREEDY)
+                chat = GenerateRequest(
+                    messages=({"role": "user", "content": "Say hello."},), n_predict=4, sampler=GREEDY
+                )
                 assert (await (await ask(supervisor, chat)).end()).n_predicted > 0
                 outcome = await supervisor.switch({"mode": SplitMode.TENSOR})
                 assert (outcome["status"], outcome["effective"]) == ("switched", "tensor")
