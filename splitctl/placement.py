@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,16 +125,17 @@ class Placement:
     """Where the weights and the cache live, and the shape of the context.
 
     Attributes:
-        mode: the split mode.
-        devices: device names in order, a name may come twice; empty means all that the library offers.
-        tensor_split: one share a device, in any unit; None means the library's default.
+        mode: the split mode, or its word.
+        devices: device names in order, a name may come twice, or one text with commas; empty means all that the library
+            offers.
+        tensor_split: one share a device, in any unit, or a text such as "3,1"; None means the library's default.
         main_gpu: index into `devices` of the device that mode `none` uses.
         n_gpu_layers: layers placed on devices; negative means all.
         n_ctx: context size [tokens]; 0 means the model's own maximum.
         type_k: cache type of keys, one of `KV_TYPES`.
         type_v: cache type of values, one of `KV_TYPES`.
         offload_kqv: whether the cache lives on the devices (False keeps it in host memory).
-        flash_attn: flash attention.
+        flash_attn: flash attention, or its word.
         n_batch: most tokens of one decode call.
         n_ubatch: most tokens of one computed batch.
         n_seq_max: most sequences at once.
@@ -160,22 +162,15 @@ class Placement:
     n_threads_batch: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what no model and no build could mean.
+        """Take values in the forms that people write, and refuse what no model and no build could mean.
 
         Raises:
             PlacementInvalid: with the field, what it holds and what it may hold.
         """
-        if any(not name.strip() for name in self.devices):
-            raise PlacementInvalid("devices", self.devices, "names of devices (splitctl devices lists them)")
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _fitting(field.name, getattr(self, field.name)))
         if self.tensor_split is not None:
             check_tensor_split(self.tensor_split, max_shares=len(self.devices) or MAX_SHARES)
-        for field, low, high in _INT_RANGES:
-            value = getattr(self, field)
-            if not low <= value <= high:
-                raise PlacementInvalid(field, value, f"from {low} to {high}")
-        for field in ("type_k", "type_v"):
-            if getattr(self, field) not in KV_TYPES:
-                raise PlacementInvalid(field, getattr(self, field), "one of " + " ".join(KV_TYPES))
 
     @property
     def n_streams(self) -> int:
@@ -216,8 +211,7 @@ class Placement:
         Raises:
             PlacementInvalid: an unknown field, or a value that no placement can have.
         """
-        for name in named:
-            _field_of(name)
+        named = {name: _fitting(name, value) for name, value in named.items()}
         if "tensor_split" not in named and self.tensor_split is not None:
             moved = named.get("mode", self.mode) is not self.mode
             devices = named.get("devices", self.devices)
@@ -259,7 +253,7 @@ class Placement:
         Raises:
             PlacementInvalid: an unknown field, or a value of the wrong kind or out of range.
         """
-        return cls(**{name: _typed(name, value, _field_of(name).default) for name, value in plain.items()})
+        return cls(**{name: _fitting(name, value) for name, value in plain.items()})
 
 
 class Changes(dict[str, Any]):
@@ -291,16 +285,17 @@ class Changes(dict[str, Any]):
         return cls({name: getattr(whole, name) for name in plain})
 
 
-_INT_RANGES: tuple[tuple[str, int, int], ...] = (
-    ("main_gpu", 0, MAX_SHARES - 1),
-    ("n_gpu_layers", -_INT32_MAX, _INT32_MAX),
-    ("n_ctx", 0, _INT32_MAX),
-    ("n_batch", 1, _INT32_MAX),
-    ("n_ubatch", 1, _INT32_MAX),
-    ("n_seq_max", 1, MAX_SEQUENCES),
-    ("n_threads", 0, 4096),
-    ("n_threads_batch", 0, 4096),
-)
+#: Least and largest value of each whole number.
+_RANGES: Mapping[str, tuple[int, int]] = {
+    "main_gpu": (0, MAX_SHARES - 1),
+    "n_gpu_layers": (-_INT32_MAX, _INT32_MAX),
+    "n_ctx": (0, _INT32_MAX),
+    "n_batch": (1, _INT32_MAX),
+    "n_ubatch": (1, _INT32_MAX),
+    "n_seq_max": (1, MAX_SEQUENCES),
+    "n_threads": (0, 4096),
+    "n_threads_batch": (0, 4096),
+}
 
 
 def _field_of(name: str) -> dataclasses.Field[Any]:
@@ -317,27 +312,74 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _typed(name: str, value: Any, default: Any) -> Any:
-    """Turn one plain value into the kind its field holds."""
+def whole(value: object) -> int | None:
+    """Return a whole number of whichever type (numpy's too) as an int; None for anything else, a bool included."""
     try:
-        if isinstance(default, enum.Enum):
-            return type(default)(value)
-        if name == "devices":
-            return tuple(_kind(name, item, str) for item in value)
-        if name == "tensor_split":
-            return None if value is None else tuple(float(_kind(name, item, int | float)) for item in value)
-        return _kind(name, value, type(default))
-    except (TypeError, ValueError) as error:
-        if isinstance(error, PlacementInvalid):
-            raise
-        raise PlacementInvalid(name, value, "a value of the field's kind") from error
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
-def _kind(name: str, value: Any, kind: Any) -> Any:
-    """Refuse a value of another kind; a bool is no number here."""
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise PlacementInvalid(name, value, f"of kind {getattr(kind, '__name__', kind)}")
-    return value
+def number(value: object) -> float | None:
+    """Return a number of whichever type as a float; None for anything else, a text or a bool included."""
+    try:
+        return None if isinstance(value, str | bytes | bool) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _fitting(name: str, value: object) -> Any:
+    """Return a value as its field holds it.
+
+    Raises:
+        PlacementInvalid: no such field, or a value of the wrong kind or out of range.
+    """
+    default = _field_of(name).default
+    if isinstance(default, enum.Enum):
+        return _of_words(name, value, type(default))
+    if isinstance(default, bool):
+        if isinstance(value, bool):
+            return value
+        raise PlacementInvalid(name, value, "True or False")
+    if name in _RANGES:
+        low, high = _RANGES[name]
+        found = whole(value)
+        if found is None or not low <= found <= high:
+            raise PlacementInvalid(name, value, f"a whole number from {low} to {high}")
+        return found
+    if name in {"type_k", "type_v"}:
+        word = value.lower() if isinstance(value, str) else value
+        if word not in KV_TYPES:
+            raise PlacementInvalid(name, value, "one of " + " ".join(KV_TYPES))
+        return word
+    return _names(name, value) if name == "devices" else _shares(name, value)
+
+
+def _of_words(name: str, value: object, kind: type[enum.Enum]) -> enum.Enum:
+    if kind is FlashAttn and isinstance(value, bool):
+        value = "on" if value else "off"
+    try:
+        return kind(value.lower() if isinstance(value, str) else value)
+    except ValueError as error:
+        raise PlacementInvalid(name, value, "one of " + " ".join(one.value for one in kind)) from error
+
+
+def _names(name: str, value: object) -> tuple[str, ...]:
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, Sequence) or not all(isinstance(one, str) and one.strip() for one in names):
+        raise PlacementInvalid(name, value, "names of devices (splitctl devices lists them)")
+    return tuple(one.strip() for one in names)
+
+
+def _shares(name: str, value: object) -> tuple[float, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return parse_tensor_split(value)
+    shares = [number(one) for one in value] if isinstance(value, Iterable) else [None]
+    if None in shares:
+        raise PlacementInvalid(name, value, "numbers, one a device, such as (3, 1)")
+    return tuple(one for one in shares if one is not None)
 
 
 def _shortened(text: str, *, limit: int = 60) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import ulp
 from typing import Any
 
 from splitctl.errors import ConfigInvalid
+from splitctl.placement import number, whole
 
 RANDOM_SEED = 0xFFFFFFFF
 """The seed that asks for a random one (llama.cpp's LLAMA_DEFAULT_SEED)."""
@@ -87,7 +88,7 @@ class SamplerSpec:
         served=(0.0, 100.0), about="Temperature; 0 takes the most likely token.",
     )  # fmt: skip
     top_k: int = _param(
-        40, -_I32_MAX, _I32_MAX, "a 32-bit number", "--top-k", envvar="LLAMA_ARG_TOP_K",
+        40, -_I32_MAX, _I32_MAX, "a whole number of 32 bits", "--top-k", envvar="LLAMA_ARG_TOP_K",
         served=(-1, _I32_MAX), about="Keep the k most likely tokens; 0 keeps all.",
     )  # fmt: skip
     top_p: float = _param(
@@ -104,11 +105,11 @@ class SamplerSpec:
     )  # fmt: skip
     # Served: the library keeps room for as many tokens.
     repeat_last_n: int = _param(
-        64, -1, _I32_MAX, "-1 or more, 32 bits", "--repeat-last-n",
+        64, -1, _I32_MAX, "a whole number of 32 bits, -1 or more", "--repeat-last-n",
         served=(-1, 1 << 20), about="How many recent tokens are penalized; 0 is none, -1 the whole context.",
     )  # fmt: skip
     seed: int = _param(
-        RANDOM_SEED, 0, RANDOM_SEED, "0 to 4294967295", "-s", "--seed",
+        RANDOM_SEED, 0, RANDOM_SEED, "a whole number, 0 to 4294967295", "-s", "--seed",
         served=(-(1 << 63), (1 << 63) - 1), about="Random seed; -1 takes a random one.",
     )  # fmt: skip
     stop: tuple[str, ...] = _param(
@@ -117,11 +118,9 @@ class SamplerSpec:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        """Refuse values that the library would take and misuse."""
+        """Take numbers of any type and one stop text alone; refuse values that the library would take and misuse."""
         for name, param in SAMPLER_PARAMS.items():
-            value = getattr(self, name)
-            if not (all(value) if isinstance(value, tuple) else param.low <= value <= param.high):
-                raise ConfigInvalid(name, value, param.wanted)
+            object.__setattr__(self, name, _fitting(name, getattr(self, name), param))
 
     @property
     def is_greedy(self) -> bool:
@@ -131,6 +130,18 @@ class SamplerSpec:
     def seeded(self) -> SamplerSpec:
         """Give the same with a seed drawn now where it asks for a random one, so that its draws can be repeated."""
         return replace(self, seed=secrets.randbelow(RANDOM_SEED)) if self.seed == RANDOM_SEED else self
+
+
+def _fitting(name: str, value: object, param: SamplerParam) -> float | tuple[str, ...]:
+    if isinstance(param.default, tuple):
+        texts = (value,) if isinstance(value, str) else value
+        if not isinstance(texts, Sequence) or not all(isinstance(text, str) and text for text in texts):
+            raise ConfigInvalid(name, value, param.wanted)
+        return tuple(texts)
+    found = whole(value) if isinstance(param.default, int) else number(value)
+    if found is None or not param.low <= found <= param.high:
+        raise ConfigInvalid(name, value, param.wanted)
+    return found
 
 
 SAMPLER_PARAMS: Mapping[str, SamplerParam] = {one.name: one.metadata["param"] for one in fields(SamplerSpec)}

@@ -6,7 +6,9 @@ import dataclasses
 import json
 import math
 import pickle
+from typing import Any
 
+import numpy as np
 import pytest
 
 from splitctl.errors import ConfigInvalid, SplitctlError
@@ -165,3 +167,68 @@ def test_description_is_in_the_words_of_the_command_line() -> None:
         kv_unified=True,
     )
     assert placement.describe() == "-sm tensor --device CPU,CPU -ts 3,1 -c 4096 -fa on -nkvo -kvu"
+
+
+@pytest.mark.parametrize(
+    ("given", "held"),
+    [
+        ({"mode": "tensor"}, {"mode": SplitMode.TENSOR}),
+        ({"mode": "Layer"}, {"mode": SplitMode.LAYER}),
+        ({"flash_attn": "on"}, {"flash_attn": FlashAttn.ON}),
+        ({"flash_attn": False}, {"flash_attn": FlashAttn.OFF}),
+        ({"devices": ["CUDA0", "CUDA1"]}, {"devices": ("CUDA0", "CUDA1")}),
+        ({"devices": "CUDA0, CUDA1"}, {"devices": ("CUDA0", "CUDA1")}),
+        ({"devices": "CPU"}, {"devices": ("CPU",)}),
+        ({"tensor_split": [3, 1]}, {"tensor_split": (3.0, 1.0)}),
+        ({"tensor_split": "3/1"}, {"tensor_split": (3.0, 1.0)}),
+        ({"tensor_split": np.array([3, 1], np.float32)}, {"tensor_split": (3.0, 1.0)}),
+        ({"n_ctx": np.int64(4096)}, {"n_ctx": 4096}),
+        ({"type_k": "Q8_0"}, {"type_k": "q8_0"}),
+    ],
+)
+def test_values_are_taken_as_people_write_them(given: dict[str, Any], held: dict[str, Any]) -> None:
+    """Words, lists, texts and numbers of numpy become what the field holds, in a new placement and a changed one."""
+    wanted = Placement(**held)
+    for made in (Placement(**given), Placement().changed(**given)):
+        assert made == wanted
+        assert [type(getattr(made, name)) for name in held] == [type(value) for value in held.values()]
+        assert hash(made) == hash(wanted)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "wanted"),
+    [
+        ("mode", "rows", "none layer row tensor"),
+        ("mode", 3, "none layer row tensor"),
+        ("mode", None, "none layer row tensor"),
+        ("flash_attn", "yes", "auto on off"),
+        ("devices", None, "names of devices"),
+        ("devices", 2, "names of devices"),
+        ("devices", [0, 1], "names of devices"),
+        ("devices", {"CPU": 1}, "names of devices"),
+        ("tensor_split", 3, "numbers, one a device"),
+        ("tensor_split", ["3", "1"], "numbers, one a device"),
+        ("tensor_split", [True, False], "numbers, one a device"),
+        ("tensor_split", [10**400], "numbers, one a device"),
+        ("n_ctx", "4096", "a whole number from 0"),
+        ("n_ctx", 4096.5, "a whole number from 0"),
+        ("n_ctx", None, "a whole number from 0"),
+        ("n_batch", True, "a whole number from 1"),
+        ("type_k", 1, "f32 f16"),
+        ("offload_kqv", "off", "True or False"),
+        ("kv_unified", 1, "True or False"),
+    ],
+)
+def test_values_of_another_kind_are_refused_with_what_is_wanted(field: str, value: object, wanted: str) -> None:
+    """Never a TypeError, and never a placement that means something else."""
+    for make in (lambda: Placement(**{field: value}), lambda: Placement().changed(**{field: value})):  # type: ignore[arg-type]
+        with pytest.raises(PlacementInvalid, match=wanted) as caught:
+            make()
+        assert caught.value.field == field
+
+
+def test_a_word_for_the_mode_keeps_a_split_within_the_mode() -> None:
+    """A changed mode is the same, whether it comes as a word or not."""
+    current = Placement(devices=("A", "B"), tensor_split=(2.0, 1.0))
+    assert current.changed(mode="layer").tensor_split == (2.0, 1.0)
+    assert current.changed(mode="tensor").tensor_split is None

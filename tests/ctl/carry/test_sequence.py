@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import pytest
 
 from splitctl.carry.sampling import RANDOM_SEED, SAMPLER_PARAMS, SamplerSpec
@@ -92,3 +93,41 @@ def test_empty_rows_have_their_types() -> None:
     """int32[0] and float32[0, 0]."""
     assert (no_tokens().dtype.name, no_tokens().shape) == ("int32", (0,))
     assert (no_logits().dtype.name, no_logits().shape) == ("float32", (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "held"),
+    [
+        ("temp", 1, 1.0),
+        ("temp", np.float32(0.5), 0.5),
+        ("top_k", np.int32(7), 7),
+        ("stop", "END", ("END",)),
+        ("stop", ["a", "b"], ("a", "b")),
+    ],
+)
+def test_a_sampler_takes_values_as_people_write_them(field: str, value: Any, held: object) -> None:
+    """One text alone is one stop text, a list is as good as a tuple, and numbers of numpy are numbers."""
+    found = getattr(SamplerSpec(**{field: value}), field)
+    assert (found, type(found)) == (held, type(held))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "wanted"),
+    [
+        ("temp", "0.8", "a finite number"),
+        ("temp", None, "a finite number"),
+        ("temp", float("nan"), "a finite number"),
+        ("top_k", 40.5, "a whole number"),
+        ("top_k", True, "a whole number"),
+        ("top_p", 1.5, "0 to 1"),
+        ("seed", "7", "a whole number, 0 to"),
+        ("stop", 3, "texts that are not empty"),
+        ("stop", ("a", ""), "texts that are not empty"),
+        ("stop", [b"a"], "texts that are not empty"),
+    ],
+)
+def test_a_sampler_refuses_values_of_another_kind(field: str, value: Any, wanted: str) -> None:
+    """Each by its name, with what is wanted in its place."""
+    with pytest.raises(ConfigInvalid, match=wanted) as caught:
+        SamplerSpec(**{field: value})
+    assert caught.value.field == field
