@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,10 @@ from splitctl.control.connection import event_body
 from splitctl.control.requests import REQUESTS
 from splitctl.control.server import SessionService
 from splitctl.errors import Busy, SplitctlError
+from splitctl.http import fields
 from splitctl.http.answers import comment
-from splitctl.http.chat import room_of
+from splitctl.http.bodies import whole
+from splitctl.http.chat import names_of, room_of
 from splitctl.http.devices import Devices
 from splitctl.http.errors import ApiError, api_error
 from splitctl.http.intake import Intake
@@ -59,19 +61,19 @@ class Admin:
         devices: Devices,
         folder: Path | None,
         *,
-        name: Callable[[], str],
         is_open: bool,
+        aliases: Sequence[str] = (),
     ) -> None:
         """Answer from a session; files are saved in `folder` and restored from it, None: nowhere.
 
-        `name` gives what the model is called.  `is_open`: the session may be changed, as there is a key, or the server
-        listens to this machine alone.
+        `is_open`: the session may be changed, as there is a key, or the server listens to this machine alone.
+        `aliases` name the model.
         """
         self._host = host
         self._intake = intake
         self._devices = devices
         self._folder = folder
-        self._name = name
+        self._aliases = aliases
         self._is_open = is_open
         self._judged: tuple[str, dict[str, Any]] | None = None
         self._judging = asyncio.Lock()
@@ -92,7 +94,7 @@ class Admin:
         model = _without_folder(model)
         return JSONResponse(
             {
-                "model_alias": self._name(),
+                "model_alias": names_of(model, self._aliases)[0],
                 "model_path": model["path"],
                 "model": model,
                 "devices": self._devices.read(status),
@@ -146,7 +148,7 @@ class Admin:
     async def switch(self, request: Request) -> Response:
         """Move the session; every outcome is an answer with status 200."""
         self._refuse_closed()
-        body = await self._intake.small(request)
+        body = {name: value for name, value in (await self._intake.small(request)).items() if value is not None}
         is_dry = body.pop("dry_run", False)
         if not isinstance(is_dry, bool):
             raise ApiError(400, f"dry_run is {shown(is_dry)}; wanted: true or false", param="dry_run")
@@ -156,6 +158,8 @@ class Admin:
             if not isinstance(changes, dict) or changes.get("mode", mode) != mode:
                 raise ApiError(400, f"to is {shown(mode)}; wanted: one mode, in to or in changes", param="to")
             body["changes"] = {**changes, "mode": mode}
+        if isinstance(body.get("changes"), dict):
+            body["changes"] = {name: whole(value) for name, value in body["changes"].items()}
         kind = "check" if is_dry else "switch"
         asked = from_object({**body, "kind": kind}, {kind: REQUESTS[kind]})
         if is_dry:
@@ -246,7 +250,9 @@ class Admin:
         self._refuse_closed()
         if self._folder is None:
             raise ApiError(403, "no folder for files; start the server with --slot-save-path FOLDER")
-        name = (await self._intake.small(request)).get("filename")
+        body = await self._intake.small(request)
+        fields.FILE.refuse_others(body)
+        name = body.get("filename")
         if not isinstance(name, str) or len(name) > _MAX_NAME or _FILE_NAME.fullmatch(name) is None:
             wanted = f"a file's name of letters, digits, dots, dashes and underscores, {_MAX_NAME} characters at most"
             raise ApiError(400, f"filename is {shown(name)}; wanted: {wanted}", param="filename")

@@ -82,7 +82,7 @@ def make_app(
     chat = Chat(host, intake, metrics.done, config.aliases)
     is_open = bool(config.api_keys) or is_loopback
     devices = Devices(config.visible_gpus)
-    admin = Admin(host, intake, devices, config.folder, name=lambda: chat.model_name, is_open=is_open)
+    admin = Admin(host, intake, devices, config.folder, is_open=is_open, aliases=config.aliases)
     app = Starlette(
         routes=[
             Route(path, _counted(answer, path, metrics), methods=[method])

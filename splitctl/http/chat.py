@@ -101,7 +101,7 @@ class Chat:
     async def model(self, request: Request) -> Response:
         """Describe the model that is served, under any of its names."""
         asked = request.path_params["id"]
-        if asked not in self._names:
+        if asked not in names_of(self._host.status().get("model") or {}, self._aliases):
             message = f"there is no model {shown(asked)}; this server has {shown(self.model_name)}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return JSONResponse(self._model(asked))
@@ -122,16 +122,7 @@ class Chat:
     @property
     def model_name(self) -> str:
         """What the model is called in answers."""
-        return self._names[0]
-
-    @property
-    def _names(self) -> list[str]:
-        """What the model may be called: the aliases, else the name in its header, else that of its file."""
-        model = self._host.status().get("model") or {}
-        name, path = str(model.get("name") or ""), str(model.get("path") or "model")
-        # A name that was made of a path would tell where that was.
-        own = [one.rpartition("/")[2] if one.startswith("/") else one for one in (name, path)]
-        return [one for one in (*self._aliases, *own) if 0 < len(one) <= bodies.MAX_MODEL_CHARS]
+        return names_of(self._host.status().get("model") or {}, self._aliases)[0]
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a chat."""
@@ -288,6 +279,14 @@ class Chat:
         if done.fault in {Fault.CONFIG, Fault.MODEL}:
             return ApiError(400, done.message or "the prompt cannot be used", code="invalid_prompt")
         return ApiError(500, done.message or "the answer could not be generated", code="failed")
+
+
+def names_of(model: Mapping[str, Any], aliases: Sequence[str]) -> list[str]:
+    """Give all that a model may be called, that of answers first: its aliases, the name in its header, its file's."""
+    name, path = str(model.get("name") or ""), str(model.get("path") or "model")
+    # A name that was made of a path would tell where that was.
+    own = [one.rpartition("/")[2] if one.startswith("/") else one for one in (name, path)]
+    return [one for one in (*aliases, *own) if 0 < len(one) <= bodies.MAX_MODEL_CHARS]
 
 
 def room_of(placement: Mapping[str, Any]) -> int:

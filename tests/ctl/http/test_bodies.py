@@ -279,6 +279,26 @@ def test_what_is_sent_cannot_break_the_stream() -> None:
     assert answers.comment("a\n\ndata: b\r\r") == b": a data: b\n\n"
 
 
+@pytest.mark.parametrize(
+    ("body", "same"),
+    [
+        ({"changes": {"n_ctx": 512.0, "tensor_split": [3.0, 1]}}, {"changes": {"n_ctx": 512, "tensor_split": [3, 1]}}),
+        ({"to": "layer", "changes": None, "dry_run": None, "proof": None, "force": None}, {"to": "layer"}),
+    ],
+)
+def test_a_switch_takes_numbers_and_nulls_as_clients_send_them(body: dict[str, Any], same: dict[str, Any]) -> None:
+    """512.0 tokens are 512, and null is absent; half a token is refused."""
+    assert _made("/split-mode", body) == _made("/split-mode", same)
+    assert _made("/split-mode", {"changes": {"n_ctx": 512.5}})["refused"]["param"] == "n_ctx"
+
+
+def test_a_file_has_a_name_and_nothing_else() -> None:
+    """What a client believes that it says beside the name is refused by its name."""
+    assert _made("/session/save", {"filename": "a", "id_slot": None}) == _made("/session/save", {"filename": "a"})
+    refused = {"status": 400, "param": "id_slot", "code": "unsupported"}
+    assert _made("/session/save", {"filename": "a", "id_slot": 0}) == {"refused": refused}
+
+
 # -- what earlier releases made of bodies ------------------------------------------------------------------------------
 
 KEPT: dict[str, list[dict[str, Any]]] = json.loads(
@@ -321,6 +341,10 @@ class Asking:
         """Give the body."""
         yield self._raw
 
+    async def receive(self) -> None:
+        """Stay connected."""
+        await asyncio.Event().wait()
+
 
 def _plain(asked: Asked) -> Any:
     """Write the request as the control socket does: what is new since stands there where it is no default."""
@@ -330,7 +354,7 @@ def _plain(asked: Asked) -> Any:
 
 
 def _made(route: str, body: dict[str, Any]) -> Any:
-    admin = Admin(Host(), Intake(HttpLimits()), None, Path("/files"), is_open=True)  # type: ignore[arg-type]
+    admin = Admin(Host(), Intake(HttpLimits()), None, Path("/files"), name=str, is_open=True)  # type: ignore[arg-type]
     try:
         match route:
             case "/v1/chat/completions":
