@@ -33,7 +33,7 @@ from splitctl.model.facts import ModelFacts, read_facts
 from splitctl.outcome import to_plain
 from splitctl.placement import KV_TYPES, Placement, PlacementInvalid, SplitMode, parse_tensor_split
 from splitctl.probing import VerdictCache
-from splitctl.probing.matrix import cells
+from splitctl.probing.matrix import cells, sequences
 from splitctl.probing.passage import PASSAGE
 from splitctl.probing.verdicts import shape_of
 
@@ -46,6 +46,7 @@ _COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
     ("cache", "left"),
     ("K/V", "left"),
     ("split", "left"),
+    ("sequences", "left"),
     ("result", "left"),
     ("NMSE", "right"),
     ("same top", "right"),
@@ -57,8 +58,8 @@ _COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
 )
 
 #: The whole table wants such a terminal; a narrower one gets the first columns [columns].
-_FULL_WIDTH = 150
-_N_NARROW = 9
+_FULL_WIDTH = 160
+_N_NARROW = 10
 
 _WHERE = {"both": (True, False), "devices": (True,), "host": (False,)}
 
@@ -105,6 +106,10 @@ _CACHE_TYPES = Parsed("TYPE,...", _cache_types)
     "--cache", "where", type=click.Choice(list(_WHERE)), default="both", show_default=True, help="Where the cache lies."
 )
 @click.option(
+    "-np", "--parallel", "n_seq", type=click.IntRange(1, 64), default=2, show_default=True, metavar="N",
+    help="Sequences that are tried at once as well, in one cache and with a stream each; 1 tries none.",
+)  # fmt: skip
+@click.option(
     "--deadline", type=click.FloatRange(min=0.1), default=DEADLINE_S, show_default=True, metavar="SECONDS",
     help="A child that is silent for longer counts as hung.",
 )  # fmt: skip
@@ -125,6 +130,7 @@ def verify(
     types_k: tuple[str, ...],
     types_v: tuple[str, ...],
     where: str,
+    n_seq: int,
     deadline: float,
     no_remember: bool,
     placement: Placement,
@@ -141,7 +147,7 @@ def verify(
         library=library,
         rpc=rpc,
         text=PASSAGE if text_file is None else read_prompt(None, text_file, needed=True),
-        cells=cells(placement, modes or tuple(SplitMode), pairs, _splits(splits, placement), _WHERE[where]),
+        cells=cells(placement, modes or tuple(SplitMode), pairs, _splits(splits, placement), _WHERE[where], n_seq),
         n_tokens=tokens,
         n_generate=predict,
         deadline_s=deadline,
@@ -241,7 +247,9 @@ def _body(asked: Verification, report: VerifyReport) -> dict[str, Any]:
 
 def _label(found: dict[str, Any]) -> str:
     split = "" if found["tensor_split"] is None else ",".join(f"{one:g}" for one in found["tensor_split"]) + " split, "
-    return f"{found['mode']}, {split}{found['type_k']}/{found['type_v']}, cache on the {found['cache']}"
+    several = sequences(found["n_seq"], unified=found["kv_unified"])
+    where = f"cache on the {found['cache']}{several and ', '}{several}"
+    return f"{found['mode']}, {split}{found['type_k']}/{found['type_v']}, {where}"
 
 
 def _said(found: dict[str, Any]) -> str:
@@ -284,6 +292,7 @@ def _row(number: int, found: dict[str, Any]) -> tuple[str, ...]:
         found["cache"],
         f"{found['type_k']}/{found['type_v']}",
         "" if found["tensor_split"] is None else ",".join(f"{one:g}" for one in found["tensor_split"]),
+        sequences(found["n_seq"], unified=found["kv_unified"]),
         found["verdict"],
         _number(found.get("nmse"), ".1e"),
         _top(found),

@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from splitctl.errors import Cancelled, DeadlineExceeded, WorkerLost
+from splitctl.errors import BadModelFile, Cancelled, DeadlineExceeded, FileChanged, WorkerLost
 from splitctl.ipc.jobs import Failure, Fault, Progress, VerifyRequest
 from splitctl.ipc.process import run_job
 from splitctl.last_words import telling_line
 from splitctl.model.facts import ModelFacts
+from splitctl.model.identity import model_digest, statuses
 from splitctl.outcome import to_plain
 from splitctl.placement import FlashAttn, Placement
 from splitctl.probing import ProbeKey, ProbeVerdict, Verdict, VerdictCache, verdict_of_death
@@ -151,13 +152,19 @@ class Verifier:
             case Failure() as failure if number == 0:
                 report.failure = failure
             case Failure(_, name, message):
+                # What the mode does comes as a result: this is the file, the library, the flags, or a fault of ours.
                 how = {"by": "return", "function": name, "code": None, "said": message}
-                found |= {"verdict": Verdict.FAILS.value, "why": message, "end": how}
+                found |= {"verdict": Verdict.INCONCLUSIVE.value, "why": message, "end": how}
+        if statuses(what.facts.files) != tuple(header.status for header in what.facts.headers):
+            why = f"the files of {what.model} changed meanwhile"
+            found |= {"verdict": Verdict.INCONCLUSIVE.value, "why": why}
         found["seconds"] = time.monotonic() - started
         return found
 
     def _remember(self, what: Verification, cell: Cell, found: Found, report: VerifyReport) -> None:
-        if self.cache is None or not report.library:
+        # Several sequences whose state does not come back can be served; a rule refuses the switches that lose it.
+        loses_state = found.get("state_equal") is False and found["verdict"] == Verdict.WRONG.value
+        if self.cache is None or not report.library or (loses_state and found["n_seq"] > 1):
             return
         devices = tuple(report.library["devices"])
         library = Path(report.library["path"])
@@ -167,11 +174,14 @@ class Verifier:
             ProbeKey.of(library, what.facts, one, devices, what.rpc)
             for one in (cell.placement, cell.placement.changed(flash_attn=flash))
         )
+        if cell.is_reference and found["verdict"] != Verdict.OK.value:
+            # What is wrong where nothing else is compared with may be the file's fault.
+            return
         numbers = {name: float(found[name]) for name in _NUMBERS if found.get(name) is not None}
         verdict = ProbeVerdict(Verdict(found["verdict"]), found["why"], numbers)
         # With a full or read-only cache folder what was found is reported all the same, and the count says so.
-        with suppress(OSError):
-            kept = [self.cache.put(key, verdict) for key in keys]
+        with suppress(OSError, BadModelFile, FileChanged):
+            kept = [self.cache.put(key, verdict, lambda: model_digest(what.facts.files)) for key in keys]
             report.remembered += any(kept)
 
 
@@ -227,6 +237,8 @@ def _described(cell: Cell) -> Found:
         "type_k": one.type_k,
         "type_v": one.type_v,
         "cache": "devices" if one.offload_kqv else "host",
+        "n_seq": one.n_seq_max,
+        "kv_unified": one.kv_unified,
         "reference": cell.is_reference,
         "loads": False,
     }

@@ -1,4 +1,4 @@
-"""What `verify` tries: every mode with every place and type of the cache and every split. Pure."""
+"""What `verify` tries: every mode with every place and type of the cache, every split, and several sequences. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,13 @@ class Cell:
         one = self.placement
         split = "" if one.tensor_split is None else ",".join(f"{share:g}" for share in one.tensor_split) + " split, "
         where = "devices" if one.offload_kqv else "host"
-        return f"{one.mode.value}, {split}{one.type_k}/{one.type_v}, cache on the {where}"
+        several = f", {sequences(one.n_seq_max, unified=one.kv_unified)}" if one.n_seq_max > 1 else ""
+        return f"{one.mode.value}, {split}{one.type_k}/{one.type_v}, cache on the {where}{several}"
+
+
+def sequences(n: int, *, unified: bool) -> str:
+    """Say in a few words how sequences share the cells, such as "2 unified" or "2 streams"; "" for one."""
+    return "" if n == 1 else f"{n} unified" if unified else f"{n} streams"
 
 
 def cells(
@@ -43,6 +49,7 @@ def cells(
     cache_types: Sequence[tuple[str, str]],
     tensor_splits: Sequence[tuple[float, ...]],
     offloads: Sequence[bool] = (True, False),
+    n_seq: int = 1,
 ) -> tuple[Cell, ...]:
     """Lay out what is tried.
 
@@ -52,6 +59,8 @@ def cells(
         cache_types: pairs of types, keys and values.
         tensor_splits: shares to try beside the library's own; mode `none` uses a single device and has none.
         offloads: whether the cache is on the devices, each way to try.
+        n_seq: sequences that are tried at once, in one cache for all and with a stream each, in the first of these
+            places; 1: only one is.
 
     Returns:
         Every placement once. Those of a pair of cache types stand together and begin with their reference, which is
@@ -66,6 +75,13 @@ def cells(
                 for offload in dict.fromkeys(offloads):
                     one = dataclasses.replace(plain, mode=mode, tensor_split=split, offload_kqv=offload)
                     found.append(Cell(_with_flash(one), is_reference=False))
+        alone = found[:]
+        for cell in alone if n_seq > 1 else ():
+            one = cell.placement
+            if cell.cache_types == (type_k, type_v) and not cell.is_reference and one.offload_kqv is offloads[0]:
+                for unified in (True, False):
+                    several = dataclasses.replace(one, n_seq_max=n_seq, kv_unified=unified)
+                    found.append(Cell(several, is_reference=False))
     return tuple(_each_once(found))
 
 

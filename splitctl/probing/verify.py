@@ -9,7 +9,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from splitctl.engine.buffer_lines import BufferLine, buffer_lines
 from splitctl.engine.engine import FLASH_TURNED_OFF, context_params, model_params, resolve_threads
 from splitctl.last_words import telling_line
 from splitctl.placement import FlashAttn, Placement, SplitMode
-from splitctl.probing.comparing import MAX_KEPT_BYTES, Logits, Tally, nmse_limit, surprise
+from splitctl.probing.comparing import MAX_KEPT_BYTES, WINDOW_ROWS, Logits, Tally, is_sound, nmse_limit, surprise
 from splitctl.probing.computing import (
     SMALL_BYTES,
     ProbeCancelled,
@@ -181,8 +182,9 @@ def _measure(
             found["flash_attn"] = _flash_attn(placement, heard).value
             found |= {"loads": True, "n_tokens": len(tokens), "n_vocab": model.n_vocab, "n_ctx": context.n_ctx}
             report()
-            _encode(context, tokens)
-            last = _read(context, tokens, task, fitted, found, stage)
+            texts = [tokens[start:] + tokens[:start] for start in _starts(len(tokens), fitted.n_seq_max)]
+            _encode(context, texts)
+            last, others = _read(context, texts, task, fitted, found, stage)
             report()
             generated = _generate(context, last, len(tokens), task.n_generate, stage)
             found |= _text(model, generated)
@@ -193,9 +195,12 @@ def _measure(
             state = state_of(context)
             found["state_bytes"] = len(state)
             report()
+        for text, rows in zip(texts[1:], others, strict=True):
+            stage("reading another text alone")
+            _compare_alone(model, fitted, text, rows)
         n_past = len(tokens) + max(len(generated) - 1, 0)
         found["state_equal"] = False
-        _restore_twice(model, fitted, tokens, state, n_past, stage)
+        _restore_twice(model, fitted, texts, state, n_past, stage)
         found["state_equal"] = True
 
 
@@ -209,32 +214,58 @@ def _tokens(model: Model, task: Task) -> list[int]:
 
 def _fitted(placement: Placement, n_needed: int, weight_bytes: int) -> Placement:
     """Make room for the task where the placement leaves the room open, or has too little; say how many threads."""
-    n_ctx = max(placement.n_ctx, -(-n_needed // 256) * 256)
+    n_ctx = max(placement.n_ctx, -(-n_needed // 256) * 256 * placement.n_seq_max)
     n_threads = placement.n_threads or int(weight_bytes < SMALL_BYTES)
     return resolve_threads(placement.changed(n_ctx=n_ctx, n_threads=n_threads))
 
 
-def _encode(context: Context, tokens: list[int]) -> None:
-    """Let an encoder read the text, where the model has one: its decoder looks at that."""
+def _starts(n_tokens: int, n_seq: int) -> list[int]:
+    """Say where each sequence begins in the text: mixed-up sequences must not agree by chance."""
+    return [seq_id * n_tokens // n_seq for seq_id in range(n_seq)]
+
+
+def _decode(context: Context, parts: list[list[int]], at: int) -> None:
+    """Decode a piece of every sequence's text in one batch, from one position on; every token gives logits."""
+    tokens = [token for part in parts for token in part]
+    positions = [at + index for part in parts for index in range(len(part))]
+    seq_ids = [seq_id for seq_id, part in enumerate(parts) for _ in part]
+    context.decode(tokens, positions, seq_ids, [True] * len(tokens))
+
+
+def _encode(context: Context, texts: list[list[int]]) -> None:
+    """Let an encoder read the texts, where the model has one: its decoder looks at them."""
     if context.model.has_encoder:
-        context.encode(tokens, range(len(tokens)), [0] * len(tokens), [True] * len(tokens))
+        tokens = [token for text in texts for token in text]
+        positions = [index for text in texts for index in range(len(text))]
+        seq_ids = [seq_id for seq_id, text in enumerate(texts) for _ in text]
+        context.encode(tokens, positions, seq_ids, [True] * len(tokens))
 
 
 def _read(
-    context: Context, tokens: list[int], task: Task, placement: Placement, found: Found, stage: Callable[..., None]
-) -> Logits:
-    """Read the text, compare every row, and give the last one."""
+    context: Context,
+    texts: list[list[int]],
+    task: Task,
+    placement: Placement,
+    found: Found,
+    stage: Callable[..., None],
+) -> tuple[list[Logits], list[deque[Logits]]]:
+    """Read the texts, and compare every row of the first with the reference's.
+
+    Returns:
+        The last row of each; and the last rows of every text but the first.
+    """
     plain, twin, surprises = Tally(), Tally(), []
+    others: list[deque[Logits]] = [deque(maxlen=WINDOW_ROWS) for _ in texts[1:]]
+    tokens = texts[0]
     row = np.zeros(0, np.float32)
     with ExitStack() as stack:
         keep = stack.enter_context(task.keep.open("wb")) if task.keep else None
         reference, same = (_rows_of(path, stack) for path in (task.reference, task.twin))
-        most = min(_CHUNK, placement.n_batch)
-        for at in range(0, len(tokens), most):
+        for at, parts in _parts(context, texts):
             stage("reading the text", at / len(tokens))
-            part = tokens[at : at + most]
-            context.decode(part, range(at, at + len(part)), [0] * len(part), [True] * len(part))
-            for index in range(len(part)):
+            _decode(context, parts, at)
+            n = len(parts[0])
+            for index in range(n):
                 row = _row(context, index)
                 if keep is not None:
                     keep.write(row.tobytes())
@@ -243,30 +274,50 @@ def _read(
                         tally.add(row, _next_row(rows, row.size))
                 if at + index + 1 < len(tokens):
                     surprises.append(surprise(row, tokens[at + index + 1]))
+            for number, kept in enumerate(others, start=1):
+                kept.extend(_row(context, number * n + index) for index in range(n))
     found["perplexity"] = _perplexity(surprises)
     if task.reference is not None:
         found |= plain.numbers()
     if task.twin is not None:
         found |= twin.numbers("same_cache_")
     _judge(twin if task.twin is not None else plain, placement)
-    return row
+    return [row, *(kept[-1] for kept in others)], others
 
 
-def _judge(tally: Tally, placement: Placement) -> None:
-    """Demand that the logits are those of the reference, up to float order."""
+def _parts(context: Context, texts: list[list[int]]) -> Iterator[tuple[int, list[list[int]]]]:
+    """Cut the texts, which are of one length, into batches."""
+    most = max(1, min(_CHUNK, context.n_batch // len(texts)))
+    for at in range(0, len(texts[0]), most):
+        yield at, [text[at : at + most] for text in texts]
+
+
+def _compare_alone(model: Model, placement: Placement, text: list[int], rows: Sequence[Logits]) -> None:
+    """Demand that a text gives the same logits beside others as alone, up to float order."""
+    alone: deque[Logits] = deque(maxlen=len(rows))
+    with Context(model, context_params(placement.changed(n_seq_max=1), embeddings=False)) as context:
+        _encode(context, [text])
+        for at, parts in _parts(context, [text]):
+            _decode(context, parts, at)
+            alone.extend(_row(context, index) for index in range(len(parts[0])))
+    tally = Tally()
+    for mine, theirs in zip(rows, alone, strict=True):
+        tally.add(mine, theirs)
+    _judge(tally, placement, "those of the same text alone")
+
+
+def _judge(tally: Tally, placement: Placement, wanted: str = "the reference mode's") -> None:
+    """Demand that the logits are those that are wanted, up to float order."""
     limit = nmse_limit(placement.type_k, placement.type_v)
     if tally.n_rows and tally.worst_nmse > limit:
         top = f"{tally.n_same_top} of {tally.n_rows} top tokens equal"
-        raise Wrong(
-            f"its logits differ from the reference mode's: NMSE {tally.worst_nmse:.3g} (limit {limit:g}), {top}"
-        )
+        raise Wrong(f"its logits differ from {wanted}: NMSE {tally.worst_nmse:.3g} (limit {limit:g}), {top}")
 
 
 def _row(context: Context, index: int) -> Logits:
     """Copy one row of the last batch, and refuse one that is none."""
     row = np.frombuffer(context.logits(index), np.float32)
-    # A mask is minus infinity; a vocabulary of nothing else, or a NaN, is a fault.
-    if np.isnan(row).any() or not np.isfinite(row).any() or np.isposinf(row).any():
+    if not is_sound(row):
         raise Wrong("its logits are not finite")
     if not np.any(row):
         raise Wrong("its logits are all zero")
@@ -293,18 +344,18 @@ def _perplexity(surprises: list[float]) -> float | None:
     return math.exp(mean) if mean < 700.0 else None
 
 
-def _generate(context: Context, last: Logits, n_past: int, n: int, stage: Callable[..., None]) -> list[int]:
-    """Take the likeliest token n times, in batches of exactly one."""
+def _generate(context: Context, last: list[Logits], n_past: int, n: int, stage: Callable[..., None]) -> list[int]:
+    """Take the likeliest token of every sequence n times, in batches of one each; returns those of the first."""
     generated: list[int] = []
     for index in range(n):
         stage("generating", index / n)
-        token = int(last.argmax())
-        generated.append(token)
-        if context.model.has_tokenizer and context.model.is_eog(token):
+        tokens = [int(row.argmax()) for row in last]
+        generated.append(tokens[0])
+        if context.model.has_tokenizer and context.model.is_eog(tokens[0]):
             break
         if index + 1 < n:
-            context.decode([token], [n_past + index], [0], [True])
-            last = _row(context, 0)
+            _decode(context, [[token] for token in tokens], n_past + index)
+            last = [_row(context, number) for number in range(len(tokens))]
     return generated
 
 
@@ -321,29 +372,34 @@ def _text(model: Model, generated: list[int]) -> Found:
 
 
 def _restore_twice(
-    model: Model, placement: Placement, tokens: list[int], state: bytearray, n_past: int, stage: Callable[..., None]
+    model: Model,
+    placement: Placement,
+    texts: list[list[int]],
+    state: bytearray,
+    n_past: int,
+    stage: Callable[..., None],
 ) -> None:
     """Give the state to two fresh contexts, read it back, and go on in both: the same bytes, and the same logits."""
     answers: list[list[bytes]] = []
     for which in ("a fresh context", "a second fresh context"):
         stage(f"putting the state into {which}")
         with Context(model, context_params(placement, embeddings=False)) as context:
-            _encode(context, tokens)
+            _encode(context, texts)
             put_back(context, state)
             stage("going on after a restore")
-            answers.append([row.tobytes() for row in _go_on(context, tokens, n_past)])
+            answers.append([row.tobytes() for row in _go_on(context, texts, n_past)])
     if answers[0] != answers[1]:
         raise Wrong("two contexts that were given the same state go on differently")
 
 
-def _go_on(context: Context, tokens: list[int], n_past: int) -> Iterator[Logits]:
-    """Decode a batch of one token, and one of several."""
+def _go_on(context: Context, texts: list[list[int]], n_past: int) -> Iterator[Logits]:
+    """Decode batches of one token of every sequence, and one of several."""
     at = n_past
-    for n in (1, 1, min(_N_SEVERAL, context.n_ubatch)):
-        part = [tokens[(at + index) % len(tokens)] for index in range(n)]
-        context.decode(part, range(at, at + n), [0] * n, [True] * n)
+    for n in (1, 1, max(1, min(_N_SEVERAL, context.n_ubatch // len(texts)))):
+        parts = [[text[(at + index) % len(text)] for index in range(n)] for text in texts]
+        _decode(context, parts, at)
         at += n
-        for index in range(n):
+        for index in range(n * len(texts)):
             yield _row(context, index)
 
 

@@ -81,6 +81,20 @@ def test_every_mode_meets_every_cache_and_split() -> None:
     assert len({one.label() for one in found}) == len(found)
 
 
+def test_several_sequences_are_tried_in_both_arrangements() -> None:
+    """Every mode and split has them once more with one cache for all and with a stream each, in the first place."""
+    asked = (_CPU, [SplitMode.LAYER, SplitMode.TENSOR], _F16, [(3.0, 1.0)], (False, True))
+    alone, found = cells(*asked), cells(*asked, 3)
+    several = [one.placement for one in found if one.placement.n_seq_max > 1]
+    assert [one for one in found if one.placement.n_seq_max == 1] == list(alone)
+    assert [(one.n_seq_max, one.kv_unified, one.offload_kqv) for one in several] == [
+        (3, True, False),
+        (3, False, False),
+    ] * 4
+    assert [one.is_reference for one in found] == [True] + [False] * (len(found) - 1)
+    assert len({one.label() for one in found}) == len(found)
+
+
 @given(
     st.lists(st.sampled_from(SplitMode), min_size=1, max_size=4),
     st.lists(st.sampled_from([("f16", "f16"), ("q8_0", "f16"), ("q4_0", "q4_0")]), min_size=1, max_size=3),
@@ -241,6 +255,36 @@ def test_a_sound_build_is_right_in_every_cell(tiny: Path) -> None:
 
 @needs_compiler
 @pytest.mark.stub
+@pytest.mark.parametrize(
+    ("faults", "verdicts"),
+    [("", ["ok", "ok", "ok", "ok"]), ("decode:mix:tensor", ["ok", "ok", "wrong", "ok"])],
+    ids=["sound", "mixed up"],
+)
+def test_what_goes_wrong_with_several_sequences_alone_is_found(tiny: Path, faults: str, verdicts: list[str]) -> None:
+    """A build that lets a sequence see another one's cells is right with one, and wrong where they share a cache."""
+    report = _verify(tiny, faults, cells(_BASE, [SplitMode.TENSOR], _F16, [], [True], 2))
+    assert [one["verdict"] for one in report.cells] == verdicts
+    assert [(one["n_seq"], one["kv_unified"]) for one in report.cells[2:]] == [(2, True), (2, False)]
+    right = [one for one in report.cells[1:] if one["verdict"] == "ok"]
+    assert [(one["nmse"], one["state_equal"]) for one in right] == [(0.0, True)] * len(right)
+    assert {one["text_hash"] for one in right} == {report.cells[0]["text_hash"]}
+
+
+@needs_compiler
+@pytest.mark.stub
+def test_a_state_of_several_that_is_lost_keeps_nobody_from_opening(tiny: Path, tmp_path: Path) -> None:
+    """That is a finding of the table; a session may be served so, and a rule refuses the switches that lose it."""
+    cache = VerdictCache(tmp_path / "probes.json")
+    some = cells(_BASE, [SplitMode.TENSOR], _F16, [], [True], 2)
+    report = Verifier(_env(STUB_FAULTS="get_data:flip:tensor@2"), cache)(_asked(tiny, build(), (some[0], some[3])))
+    assert [one["verdict"] for one in report.cells] == ["ok", "wrong"]
+    devices = tuple(report.library["devices"])
+    keys = [ProbeKey.of(build(), read_facts(tiny), one.placement, devices) for one in (some[0], some[3])]
+    assert [cache.get(key) is None for key in keys] == [False, True]
+
+
+@needs_compiler
+@pytest.mark.stub
 def test_a_hang_ends_at_the_deadline(tiny: Path) -> None:
     """A child that is silent for too long is ended and said to hang."""
     found = _verify(tiny, "decode:hang:tensor", deadline_s=3.0).cells[-1]
@@ -310,6 +354,26 @@ def test_a_shortage_is_not_remembered(tiny: Path, tmp_path: Path) -> None:
     assert prober.known(_BASE.changed(flash_attn=FlashAttn.ON), read_facts(tiny)) is not None
 
 
+@needs_compiler
+@pytest.mark.stub
+@pytest.mark.parametrize("faults", ["load:abort:layer", "decode:nan:layer", "decode:fail:layer"])
+def test_what_goes_wrong_in_the_reference_is_not_remembered(tiny: Path, tmp_path: Path, faults: str) -> None:
+    """What nothing is compared with may be wrong for its file's sake: it is shown, and not kept."""
+    report = Verifier(_env(STUB_FAULTS=faults), VerdictCache(tmp_path / "probes.json"))(_asked(tiny, build()))
+    assert (report.cells[0]["verdict"] != "ok", report.remembered) == (True, 0)
+    assert not (tmp_path / "probes.json").exists()
+
+
+@needs_compiler
+@pytest.mark.stub
+def test_a_file_that_goes_away_between_two_cells_is_no_finding(tiny: Path, tmp_path: Path) -> None:
+    """A cell whose file is gone is inconclusive, and only what was found of the file itself is remembered."""
+    verifier = Verifier(_env(), VerdictCache(tmp_path / "probes.json"), on_cell=lambda _: tiny.unlink(missing_ok=True))
+    report = verifier(_asked(tiny, build(), _TENSOR_ONLY))
+    assert [one["verdict"] for one in report.cells] == ["ok", "inconclusive"]
+    assert report.remembered == 1
+
+
 def child_with_what_is_known(path: str, model: str, cache: str) -> dict[str, Any]:
     """Open a session in layer mode with a cache of f32, and one of f16; switch the second to f32."""
     library = Library.open(path)
@@ -362,7 +426,21 @@ def test_the_command_prints_one_object(
     text = tmp_path / "text"
     text.write_text("the quick brown fox jumps over the lazy dog")
     command = ["verify", "-m", str(tiny), "--lib", str(build()), "--device", "STUB0,STUB1", "-t", "1", "-n", "2"]
-    more = ["--text", str(text), "-sm", "tensor", "-ts", "3,1", "-ctk", "f16,q8_0", "--cache", "devices", "--json"]
+    more = [
+        "--text",
+        str(text),
+        "-np",
+        "1",
+        "-sm",
+        "tensor",
+        "-ts",
+        "3,1",
+        "-ctk",
+        "f16,q8_0",
+        "--cache",
+        "devices",
+        "--json",
+    ]
     assert main([*command, *more]) == ExitCode.DONE
     out, err = capfd.readouterr()
     body = json.loads(out)
@@ -394,6 +472,7 @@ def test_the_command_prints_a_table(
     assert main([*command, "--tokens", "20", "-sm", "tensor", "--cache", "devices", "--no-remember"]) == ExitCode.DONE
     out, _ = capfd.readouterr()
     assert "layer *" in out
+    assert out.count("2 unified") == out.count("2 streams") == 1
     assert "2: dies: SIGABRT while reading the text, ggml-backend.cpp:1: GGML_ASSERT" in out
     assert not (tmp_path / "splitctl" / "probes.json").exists()
 

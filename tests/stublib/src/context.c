@@ -136,18 +136,19 @@ static struct cell *free_cell(struct context *c, int32_t seq) {
     return NULL;
 }
 
-/* The hash of what a token at pos of a sequence can see. Order of cells in the cache does not matter. */
-static uint64_t history(struct context *c, int32_t seq, int32_t pos) {
+/* The hash of what a token at pos of a sequence can see. Order of cells in the cache does not matter. `mix`: it also sees
+   what other sequences have in the same stream. */
+static uint64_t history(struct context *c, int32_t seq, int32_t pos, bool mixes) {
     struct cell *cells = stream_of(c, seq);
     uint64_t sum = mix(c->adapters_hash);
     for (uint32_t i = 0; i < c->n_ctx_seq; i++)
-        if (cells[i].seqs >> seq & 1 && cells[i].pos <= pos)
+        if ((mixes ? cells[i].seqs != 0 : cells[i].seqs >> seq & 1) && cells[i].pos <= pos)
             sum += mix((uint64_t) (uint32_t) cells[i].pos << 32 | (uint32_t) cells[i].token);
     return mix(sum);
 }
 
 static void write_logits(struct context *c, const struct rule *fault, int32_t seq, int32_t pos, float *out) {
-    uint64_t seen = history(c, seq, pos);
+    uint64_t seen = history(c, seq, pos, stub_is(fault, "mix"));
     for (int32_t v = 0; v < N_VOCAB; v++) {
         float noise = (float) (mix(seen ^ (uint64_t) v * 0x9e3779b1u) >> 40) / (float) (1 << 22); /* 0 .. 4 */
         out[v] = noise + (v >= 32 && v < 127 ? 4.0f : v < N_BYTES ? -4.0f : -8.0f);
@@ -209,7 +210,7 @@ static int32_t decode(struct context *c, struct batch batch, const struct rule *
             if (c->output_of[i] < 0) continue;
             int32_t seq = __builtin_ctzll(made[i]->seqs);
             write_logits(c, fault, seq, made[i]->pos, c->logits + (size_t) c->output_of[i] * N_VOCAB);
-            uint64_t seen = history(c, seq, made[i]->pos);
+            uint64_t seen = history(c, seq, made[i]->pos, false);
             for (int32_t j = 0; j < c->model->n_embd; j++)
                 c->embeddings[(size_t) c->output_of[i] * (size_t) c->model->n_embd + (size_t) j] =
                     (float) (mix(seen + (uint64_t) j) >> 40) / (float) (1 << 24);
