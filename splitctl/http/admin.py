@@ -26,7 +26,7 @@ from splitctl.control.server import SessionService
 from splitctl.errors import Busy, SplitctlError
 from splitctl.http import fields
 from splitctl.http.answers import comment
-from splitctl.http.bodies import whole
+from splitctl.http.bodies import as_whole
 from splitctl.http.chat import names_of, room_of
 from splitctl.http.devices import Devices
 from splitctl.http.errors import ApiError, api_error
@@ -159,7 +159,7 @@ class Admin:
                 raise ApiError(400, f"to is {shown(mode)}; wanted: one mode, in to or in changes", param="to")
             body["changes"] = {**changes, "mode": mode}
         if isinstance(body.get("changes"), dict):
-            body["changes"] = {name: whole(value) for name, value in body["changes"].items()}
+            body["changes"] = {name: as_whole(value) for name, value in body["changes"].items()}
         kind = "check" if is_dry else "switch"
         asked = from_object({**body, "kind": kind}, {kind: REQUESTS[kind]})
         if is_dry:

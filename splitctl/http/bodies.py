@@ -92,7 +92,7 @@ def completion(body: Body, model: str) -> Asked:
         (prompt,) = prompt
     if isinstance(prompt, str) and prompt:
         return _asked(body, model, is_chat=False, prompt=_text("prompt", prompt))
-    tokens = [_whole(one) for one in prompt] if isinstance(prompt, list) else []
+    tokens = [as_whole(one) for one in prompt] if isinstance(prompt, list) else []
     if tokens and all(type(one) is int for one in tokens):
         return _asked(body, model, is_chat=False, tokens=tuple(tokens))
     raise _wrong("prompt", prompt, "one text, or one list of tokens (one prompt a request)")
@@ -239,7 +239,7 @@ def _flag(body: Body, name: str) -> bool:
 
 
 def _number(body: Body, name: str, default: float, low: float, high: float, *, whole: bool = False) -> float:
-    value = _whole(body.get(name)) if whole else body.get(name)
+    value = as_whole(body.get(name)) if whole else body.get(name)
     if value is None:
         return default
     kinds: tuple[type, ...] = (int,) if whole else (int, float)
@@ -249,7 +249,7 @@ def _number(body: Body, name: str, default: float, low: float, high: float, *, w
     return value if whole else float(value)
 
 
-def _whole(value: Any) -> Any:
+def as_whole(value: Any) -> Any:
     """Take 8.0 for 8: some clients know one kind of number."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 

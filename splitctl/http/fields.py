@@ -236,5 +236,8 @@ MESSAGE = Fields(
 )
 """A message of a chat."""
 
+FILE = Fields(frozenset({"filename"}))
+"""The body of /session/save and /session/restore."""
+
 TEXT_PART = Fields(frozenset(("type", "text")), frozenset(("annotations", "cache_control", "prompt_cache_breakpoint")))
 """A part of a message's content."""

@@ -67,6 +67,7 @@ class Tokens:
         def read(body: Body) -> dict[str, Any]:
             _DETOKENIZE.refuse_others(body)
             tokens = body.get("tokens")
+            tokens = [bodies.as_whole(one) for one in tokens] if isinstance(tokens, list) else tokens
             if not isinstance(tokens, list) or not all(type(one) is int and 0 <= one < n_vocab for one in tokens):
                 wanted = f"a list of tokens, each from 0 to {n_vocab - 1}"
                 raise ApiError(400, f"tokens is {shown(tokens)}; wanted: {wanted}", param="tokens")

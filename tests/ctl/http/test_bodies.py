@@ -354,7 +354,7 @@ def _plain(asked: Asked) -> Any:
 
 
 def _made(route: str, body: dict[str, Any]) -> Any:
-    admin = Admin(Host(), Intake(HttpLimits()), None, Path("/files"), name=str, is_open=True)  # type: ignore[arg-type]
+    admin = Admin(Host(), Intake(HttpLimits()), None, Path("/files"), is_open=True)  # type: ignore[arg-type]
     try:
         match route:
             case "/v1/chat/completions":
