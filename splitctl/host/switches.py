@@ -111,6 +111,7 @@ class Switches:
         self.trial: SwitchRecord | None = None
         self._seals: dict[int, Seal] = {}
         self._ended: deque[SwitchRecord] = deque(maxlen=_KEPT)
+        self._totals: Counter[str] = Counter()
         self._newest: SwitchRecord | None = None
 
     @property
@@ -197,10 +198,14 @@ class Switches:
             return outcome
         self.under_way = None
         self._end(switch, outcome, now)
-        if status is SwitchStatus.SWITCHED and not outcome.get("confirmed"):
-            self.trial = switch
-        elif switch.seal is not None:
+        is_on_trial = status is SwitchStatus.SWITCHED and not outcome.get("confirmed")
+        if is_on_trial or switch.seal is not None:
+            self._settle(self.trial)
             self.trial = None
+        if is_on_trial:
+            self.trial = switch
+        else:
+            self._settle(switch)
         if effective is not None:
             self.serve_in(effective)
         return outcome
@@ -268,6 +273,8 @@ class Switches:
             outcome |= {"total_ms": (now - switch.started_at) * _MS, "fallback_ms": fallback_ms}
             outcomes.append(outcome)
             self._end(switch, outcome, now)
+        self._settle(self.trial)
+        self._settle(switch)
         self.trial = self.under_way = None
         if outcomes:
             self._fall_back(placement)
@@ -278,11 +285,14 @@ class Switches:
     # ---- what is over ----
 
     def summary(self) -> dict[str, Any]:
-        """Sum up the switches so far: how many, how they ended, and what those that succeeded took."""
+        """Sum up all switches so far: how many, how they ended, and what the last of those that succeeded took.
+
+        How one on trial ended is told when its trial is over: no count ever goes down.
+        """
         ways = sorted({one.way for one in self._ended if one.has_succeeded})
         return {
-            "count": len(self._ended),
-            "ended": dict(Counter(str(one.outcome["status"]) for one in self._ended)),
+            "count": self._totals.total() + (self.trial is not None),
+            "ended": dict(self._totals),
             "took": [{"from": one, "to": other, "median_s": self.expected_s(one, other)} for one, other in ways],
         }
 
@@ -308,11 +318,18 @@ class Switches:
         self._newest = switch
 
     def _end_trial(self, outcome: dict[str, Any]) -> None:
-        if self.trial is not None:
-            self._newest, self.trial = self.trial, None
+        trial, self.trial = self.trial, None
+        if trial is not None:
+            self._newest = trial
         if self._newest is None:
             raise ReportWrong("the end of a trial, and there was no switch")
         self._newest.outcome = outcome
+        self._settle(trial)
+
+    def _settle(self, switch: SwitchRecord | None) -> None:
+        """Count a switch whose outcome stays as it is."""
+        if switch is not None:
+            self._totals[str(switch.outcome["status"])] += 1
 
 
 def read_outcome(outcome: Mapping[str, Any]) -> tuple[SwitchStatus, Placement | None]:

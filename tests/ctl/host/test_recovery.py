@@ -347,6 +347,29 @@ def test_what_switches_took_is_remembered() -> None:
     }
 
 
+def test_every_switch_is_counted_once_and_no_count_goes_down() -> None:
+    """More than are remembered, one whose trial fails, one lost on trial and one that a later switch makes final."""
+    switches = _serving()
+    for order in range(300):
+        switches.begin(order, TENSOR, 0.0)
+        switches.switched(Switched(order, _outcome(SwitchStatus.SWITCHED, TENSOR, confirmed=True)), 1.0)
+    assert (switches.summary()["count"], switches.summary()["ended"]) == (300, {"switched": 300})
+
+    def on_trial(order: int) -> None:
+        switches.begin(order, TENSOR, 0.0)
+        switches.switched(Switched(order, _outcome(SwitchStatus.SWITCHED, TENSOR)), 1.0)
+
+    on_trial(300)
+    assert (switches.summary()["count"], switches.summary()["ended"]) == (301, {"switched": 300})
+    switches.tried(Trial(_outcome(SwitchStatus.FELL_BACK, LAYER, stage=Stage.TRIAL)))
+    assert (switches.summary()["count"], switches.summary()["ended"]) == (301, {"switched": 300, "fell_back": 1})
+    on_trial(301)
+    on_trial(302)
+    assert (switches.summary()["count"], switches.summary()["ended"]) == (303, {"switched": 301, "fell_back": 1})
+    _recovered(switches, LAYER)
+    assert (switches.summary()["count"], switches.summary()["ended"]) == (303, {"switched": 301, "fell_back": 2})
+
+
 # ---- what cannot be ----
 
 
