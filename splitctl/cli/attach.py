@@ -78,10 +78,10 @@ def attach(
     """
     if screen.as_json and prompt is None and prompt_file is None:
         raise click.UsageError("--json prints one answer: give the prompt with -p TEXT or with -f FILE")
-    talk = Talk(address_of(session), sampler, n_predict, chat)
     if prompt is None and prompt_file is None:
-        return _prompts(talk, screen)
-    return answer_once(talk, read_prompt(prompt, prompt_file, needed=True), screen)
+        return _prompts(Talk(address_of(session), sampler, n_predict, chat), screen)
+    text = read_prompt(prompt, prompt_file, needed=True)
+    return answer_once(Talk(address_of(session), sampler, n_predict, chat), text, screen)
 
 
 def answer_once(talk: Talk, prompt: str, screen: Screen) -> ExitCode:

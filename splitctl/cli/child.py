@@ -95,8 +95,6 @@ def ask(request: JobRequest, screen: Screen) -> JobAnswer:
         except SplitctlError as error:
             answer.code = screen.fail(type(error).__name__, str(error), ExitCode.FAILED, answer.body)
         except OSError as error:
-            if isinstance(error, BrokenPipeError):
-                raise
             message = f"the worker could not be started: {error}; check the limits on processes and memory"
             answer.code = screen.fail(type(error).__name__, message, ExitCode.FAILED, answer.body)
     return answer

@@ -93,9 +93,6 @@ def with_screen(command: Command) -> Command:
         with Screen(as_json=as_json, verbose=verbose) as screen:
             try:
                 code: int = command(screen=screen, **given)
-            except BrokenPipeError:
-                # The reader of our stdout is gone.
-                raise
             except (SplitctlError, OSError) as error:
                 code = told(error, screen)
             return code
@@ -114,6 +111,8 @@ def told(error: SplitctlError | OSError, screen: Screen) -> ExitCode:
             code = EXIT_OF_FAULT[Fault.CONFIG]
         case Cancelled():
             code = ExitCode.CANCELLED
+        case OSError(filename=str() as name, strerror=str() as why):
+            return screen.fail(type(error).__name__, f"{name}: {why}", ExitCode.FAILED)
         case _:
             code = ExitCode.FAILED
     return screen.fail(type(error).__name__, str(error), code)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from io import TextIOWrapper
 from types import FrameType
 
 import click
 
+from splitctl.cli import streams
 from splitctl.cli.output import ExitCode, Screen, error_body, one_line, print_json
 
 # A command is `<name>` of its module; its line here is the first of its help.
@@ -79,9 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(list(argv))
     try:
         signal.signal(signal.SIGINT, _interrupt_once)
-        if isinstance(sys.stdout, TextIOWrapper):
-            # What the terminal's encoding lacks is shown as an escape, as it is on stderr.
-            sys.stdout.reconfigure(errors="backslashreplace")
+        streams.settle()
         code = _run(sys.argv[1:])
         # Python gives other handlers back to the system while it ends; a signal then would decide the exit status.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -111,9 +108,10 @@ def _run(arguments: list[str]) -> int:
         message = "cancelled; nothing was started"
         with Screen(as_json=as_json) as screen:
             return screen.fail("Cancelled", message, ExitCode.CANCELLED)
-    except BrokenPipeError:
-        # The reader of our stdout is gone. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except streams.OutputLost as error:
+        streams.silence()
+        if error.why:
+            click.echo(f"splitctl: standard output cannot be written: {error.why}; send it elsewhere", err=True)
         return ExitCode.FAILED
     return code if isinstance(code, int) else ExitCode.DONE
 

@@ -9,13 +9,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from splitctl.carry.file import read_placement
 from splitctl.cli.hosts import with_screen
 from splitctl.cli.http_options import http_options
 from splitctl.cli.options import (
@@ -34,12 +32,12 @@ from splitctl.control.sockets import DEFAULT_NAME, Claim, checked_name, claim, p
 from splitctl.errors import Refused, SplitctlError
 from splitctl.host.config import HostConfig
 from splitctl.host.events import SwitchEnded
-from splitctl.host.supervisor import Supervisor
 from splitctl.ipc.orders import AdapterFile
 from splitctl.placement import FLAGS, Placement
 from splitctl.places import state_folder
 
 if TYPE_CHECKING:
+    from splitctl.host.supervisor import Supervisor
     from splitctl.http import HttpConfig, HttpServer
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -115,8 +113,10 @@ def serve(
 ) -> int:
     """Serve a session that survives a crash of the library. Switch, attach, save and stop it from other terminals."""
     folder = state_folder() / "sessions"
-    saved = folder / f"{session}.safetensors"
+    saved = folder / f"{checked_name(session)}.safetensors"
     if resume:
+        from splitctl.carry.file import read_placement  # noqa: PLC0415 - numpy, which --help does without
+
         changes = {name: getattr(placement, name) for name in named(FLAGS)}
         placement = read_placement(saved).changed(**changes)
     config = HostConfig(
@@ -126,7 +126,7 @@ def serve(
         adapters=(*(AdapterFile(one.absolute()) for one in lora), *lora_scaled),
         rpc=rpc,
         force=force,
-        name=checked_name(session),
+        name=session,
         deadline_s=deadline_s,
         checkpoint_s=checkpoint_s,
         resume=saved if resume else None,
@@ -150,6 +150,8 @@ class _Serving:
         self._n_stops = 0
         self._ending: asyncio.Task[dict[str, Any]] | None = None
         self._signalled_at = -math.inf
+        from splitctl.host.supervisor import Supervisor  # noqa: PLC0415 - numpy, which --help does without
+
         # Workers need no keys.
         env = {name: value for name, value in os.environ.items() if name != "LLAMA_API_KEY"}
         self._supervisor = Supervisor(config, env=env, log=self._log)
@@ -251,9 +253,7 @@ class _Serving:
         self._ending = asyncio.ensure_future(self._drain_and_end())
 
     def _log(self, text: str) -> None:
-        """Write a line of the log; go on if the terminal is gone."""
-        with suppress(OSError):
-            self._screen.line(f"{time.strftime('%H:%M:%S')} {one_line(text)}")
+        self._screen.line(f"{time.strftime('%H:%M:%S')} {one_line(text)}")
 
 
 def _server_of(supervisor: Supervisor, http: HttpConfig, log: Callable[[str], None]) -> HttpServer:

@@ -224,7 +224,8 @@ def claim(folder: Path, name: str) -> Claim:
     """
     address = Address(checked_name(name), folder / f"{name}{_SOCKET_SUFFIX}")
     if len(os.fsencode(address.path)) > _MAX_ADDRESS_BYTES:
-        wanted = f"a name, and a folder for it ({folder}), of {_MAX_ADDRESS_BYTES} bytes together at most"
+        limit = f"a name, and a folder for it ({folder}), of {_MAX_ADDRESS_BYTES} bytes together at most"
+        wanted = f"{limit}: set XDG_RUNTIME_DIR to a shorter folder"
         raise ConfigInvalid("session", name, wanted)
     for _ in range(_CLAIM_TRIES):
         lock = _locked(address)
