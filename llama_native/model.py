@@ -166,6 +166,8 @@ class Model(Handle):
                 keep.append(callback)
                 c_params.progress_callback = callback
                 pointer = library.call(lib.llama_model_load_from_file, os.fsencode(path), c_params)
+                # The model keeps the callback, which is to keep nothing of the caller's.
+                progress = None
         except BaseException:
             if pointer:
                 with library.calling() as (_, lib):

@@ -200,7 +200,7 @@ class Engine:
         stop = self.library.log.listen(lambda _level, text: said.append(text)) if is_open else lambda: None
         try:
             params = context_params(placement, embeddings=self.embeddings)
-            self.context = Context(self.model, params, abort=self._poll)
+            self.context = Context(self.model, params, abort=_poller(self.on_tick, self.is_cancelled))
         finally:
             stop()
         if self.adapters:
@@ -215,12 +215,6 @@ class Engine:
             n_ctx=self.context.n_ctx,
             flash_attn=_resolved_flash_attn(placement, said),
         )
-
-    def _poll(self) -> bool:
-        """Answer what the library asks between two nodes of a graph: whether to stop."""
-        if self.on_tick is not None:
-            self.on_tick()
-        return self.is_cancelled()
 
     def rebuild(self, placement: Placement) -> None:
         """Throw the context away and make a new, empty one on the same model, with the same adapters."""
@@ -247,6 +241,17 @@ class Engine:
         context, self.context = self.context, None
         if context is not None:
             context.close()
+
+
+def _poller(on_tick: Callable[[], None] | None, is_cancelled: Callable[[], bool]) -> Callable[[], bool]:
+    """Return what answers the library between two nodes of a graph: whether to stop. It does not hold the engine."""
+
+    def poll() -> bool:
+        if on_tick is not None:
+            on_tick()
+        return is_cancelled()
+
+    return poll
 
 
 def _loaded(model: Model, adapter: LoadedAdapter) -> Adapter:

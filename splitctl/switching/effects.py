@@ -20,7 +20,7 @@ from splitctl.switching.sealing import SealedState
 from splitctl.switching.transfer import Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from pathlib import Path
 
     from llama_native import Library
@@ -64,9 +64,6 @@ class Effects:
         self.parked_at: Path | None = None
         self.peaks: tuple[DevicePeak, ...] = ()
         self._resolved: Placement | None = None
-        self._methods: Mapping[Command, Callable[[MachineState], SwitchEvent | None]] = {
-            command: getattr(self, f"_{command.name.lower()}") for command in Command
-        }
 
     def perform(self, command: Command, state: MachineState) -> SwitchEvent | None:
         """Carry out one command of the machine in ``state``; returns how it ended, None for housekeeping."""
@@ -74,7 +71,7 @@ class Effects:
         live.cancel.shielded = command in _SHIELDED
         try:
             done = None if command in HOUSEKEEPING else _DONE
-            event = self._methods[command](state) or done
+            event = getattr(self, f"_{command.name.lower()}")(state) or done
         except (LoadCancelled, Cancelled):
             return SwitchEvent(EventKind.CANCELLED)
         except CallFailed as error:

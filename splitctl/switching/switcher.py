@@ -132,6 +132,7 @@ class Switcher:
             finally:
                 ended = self._outcome(self.state, ms, (self._clock() - started) * 1e3)
                 self.last = ended
+                self.effects.run = dataclasses.replace(run, check=tuple)  # it holds the session, which may be dropped
         self.last = ended
         return ended
 
