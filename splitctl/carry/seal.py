@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from splitctl.carry import file as carries
 from splitctl.errors import CarryDamaged
 from splitctl.placement import Placement
 
@@ -58,6 +57,8 @@ def put(arena: Arena, index: int, carry: Carry, digest: bytes) -> Seal:
         OSError: the arena cannot grow by as much.
         ValueError: the carry's description is larger than a reader accepts.
     """
+    from splitctl.carry import file as carries  # noqa: PLC0415 - numpy, which messages that name a seal do without
+
     n_state = len(carry.state)
     rest = carries.to_bytes(carries.seal(dataclasses.replace(carry, state=memoryview(b""))))
     offset = -(-n_state // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -74,6 +75,8 @@ def take(arena: Arena, seal: Seal) -> Carry:
         CarryDamaged: the memory does not hold what was sealed.
         OSError: the memory cannot be mapped.
     """
+    from splitctl.carry import file as carries  # noqa: PLC0415 - as in `put`
+
     end = seal.rest_offset + seal.rest_bytes
     if not 0 <= seal.state_bytes <= seal.rest_offset or seal.rest_bytes < 0:
         raise CarryDamaged(None, f"its state ends at {seal.state_bytes}, what follows begins at {seal.rest_offset}")

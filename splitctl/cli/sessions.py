@@ -93,8 +93,9 @@ def stop(*, session: str | None, force: bool, screen: Screen) -> int:
 def save(*, file: Path, session: str | None, screen: Screen) -> int:
     """Write a session, with all its sequences, to a file."""
     body = ask_host(session, SaveRequest(file.absolute()))
-    text = f"saved {body['tokens']} tokens of {body['sequences']} sequences at {body['path']} ({mib(body['bytes'])})"
-    return screen.answer(body, one_line(text))
+    n = body["sequences"]
+    held = f"{body['tokens']:,} tokens of {n} sequence{'' if n == 1 else 's'}"
+    return screen.answer(body, one_line(f"saved {held} at {body['path']} ({mib(body['bytes'])})"))
 
 
 @click.command()
