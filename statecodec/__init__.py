@@ -3,18 +3,21 @@
 Main path: `parse(buffer)` finds the one sound meaning of the bytes (`layouts` says how they were written through the
 years, `envelope`, `sections` and `cells` read, `cursor` alone slices) -> `StateImage`, frozen views on the buffer ->
 `validate(image, facts)` -> `transcode.*(image, ...)`, images that fit another context -> `emit(image)`, bytes again.
-Where no meaning is left, `salvage(buffer)` keeps what is whole.
+Where no meaning is left, `salvage(buffer)` keeps what is whole. `load(path)` maps a file of any form, a carry of
+splitctl too (`carried`), and parses the state in it.
 
-No files, no library, no clock: whoever has a file maps it and hands the mapping in.
+No library, no clock, and no file but in `load`: whoever has mapped one hands the mapping in.
 """
 
 from __future__ import annotations
 
 from statecodec import transcode
+from statecodec.carried import Carried, carried
 from statecodec.emit import Chunk, emit
 from statecodec.errors import (
     Ambiguous,
     BadField,
+    ForeignFile,
     Inconsistent,
     LimitExceeded,
     NotRepresentable,
@@ -24,7 +27,7 @@ from statecodec.errors import (
     Truncated,
     UnknownVersion,
 )
-from statecodec.facts import ModelFacts
+from statecodec.facts import CacheFacts, ModelFacts, RecurrentFacts
 from statecodec.findings import Finding, FindingCode, findings
 from statecodec.image import (
     AttentionSection,
@@ -42,6 +45,7 @@ from statecodec.image import (
 )
 from statecodec.layouts import Form, Layout, SectionKind
 from statecodec.limits import DEFAULT_LIMITS, Limits
+from statecodec.load import load
 from statecodec.parse import parse
 from statecodec.quants import rotated, to_floats
 from statecodec.salvage import Salvage, salvage
@@ -54,6 +58,8 @@ __all__ = [
     "Ambiguous",
     "AttentionSection",
     "BadField",
+    "CacheFacts",
+    "Carried",
     "Cells",
     "Change",
     "Chunk",
@@ -61,6 +67,7 @@ __all__ = [
     "Content",
     "Finding",
     "FindingCode",
+    "ForeignFile",
     "Form",
     "Inconsistent",
     "KvStream",
@@ -72,6 +79,7 @@ __all__ = [
     "NotRepresentable",
     "OpaqueSection",
     "Outputs",
+    "RecurrentFacts",
     "RecurrentLayer",
     "RecurrentSection",
     "Rotation",
@@ -88,8 +96,10 @@ __all__ = [
     "TrailingBytes",
     "Truncated",
     "UnknownVersion",
+    "carried",
     "emit",
     "findings",
+    "load",
     "parse",
     "rotated",
     "salvage",

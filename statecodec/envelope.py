@@ -8,7 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from statecodec.cursor import Cursor
-from statecodec.errors import BadField, Inconsistent, LimitExceeded, StateFormatError, Truncated, UnknownVersion
+from statecodec.errors import (
+    BadField,
+    ForeignFile,
+    Inconsistent,
+    LimitExceeded,
+    StateFormatError,
+    Truncated,
+    UnknownVersion,
+)
 from statecodec.image import Content, Media, Outputs, Section, StateImage, Tokens
 from statecodec.layouts import LAYOUTS, Form, Layout
 from statecodec.limits import Limits
@@ -26,7 +34,21 @@ FOREIGN_MAGICS: dict[bytes, str] = {
     b"ggsn": "a session file in the other byte order",
     b"ggsq": "a sequence file in the other byte order",
     b"GGUF": "a model file",
+    b"lmgg": "a model file of an old format",
+    b"tjgg": "a model file of an old format",
+    b"algg": "an adapter file of an old format",
+    b"PK\3\4": "a zip archive",
+    b"\x1f\x8b\x08\0": "a gzip archive",
+    b"\x1f\x8b\x08\x08": "a gzip archive",
+    b"\xfd7zX": "an xz archive",
+    b"\x28\xb5\x2f\xfd": "a zstd archive",
+    b"\x89PNG": "a picture",
+    b"\x7fELF": "a program or library",
 }
+"""First bytes of what is given by mistake; no state begins with them."""
+
+_WANTED = "a state; files begin with the bytes 'nsgg' or 'qsgg'"
+_SHOWN_BYTES, _CHARACTER_BYTES = 256, 4
 
 _NAME_CHARACTERS = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
 _PACKED_VERSION = 1
@@ -85,12 +107,13 @@ def envelopes(cursor: Cursor, limits: Limits, failures: Failures) -> Iterator[En
     Raises:
         StateFormatError: a magic is there and what follows it is unsound, or a magic is of something else.
     """
+    if not cursor.remaining:
+        raise Truncated(cursor.offset, "the state", "no bytes at all", _WANTED)
     head = cursor.fork()
     head.require(4, "magic or name length")
     start = bytes(head.fork().span(4, "magic"))
     if start in FOREIGN_MAGICS:
-        wanted = "a state; files begin with the bytes 'nsgg' or 'qsgg'"
-        raise UnknownVersion(head.offset, "magic", f"{start!r}, {FOREIGN_MAGICS[start]}", wanted)
+        raise ForeignFile(head.offset, "magic", f"{start!r}, {FOREIGN_MAGICS[start]}", _WANTED)
     magic = head.u32("magic")
     if magic == SESSION_FILE_MAGIC:
         words = {layout.session_version for layout in LAYOUTS}
@@ -108,7 +131,22 @@ def envelopes(cursor: Cursor, limits: Limits, failures: Failures) -> Iterator[En
             raise BadField(at, "source sequence id", seq_id, f"0 to {limits.n_seq - 1}")
         yield Envelope(Form.SEQUENCE, head, source_seq_id=seq_id)
     else:
+        _refuse_text(cursor)
         yield from _bare(cursor, limits, failures)
+
+
+def _refuse_text(cursor: Cursor) -> None:
+    """Tell a text by its first bytes; a bare state begins with a small number, so with zeros among the first four.
+
+    Raises:
+        UnknownVersion: it is one.
+    """
+    head = cursor.fork()
+    start = bytes(head.span(min(head.remaining, _SHOWN_BYTES), "start"))
+    # A character may be cut where the look ends.
+    text = start.decode("utf-8", "ignore")
+    if len(start) - len(text.encode()) < _CHARACTER_BYTES and all(one.isprintable() or one.isspace() for one in text):
+        raise ForeignFile(cursor.offset, "magic", "a text file", _WANTED)
 
 
 def _bare(cursor: Cursor, limits: Limits, failures: Failures) -> Iterator[Envelope]:

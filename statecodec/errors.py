@@ -65,6 +65,12 @@ class UnknownVersion(StateFormatError):
     advice = "Read the tokens again with the build that you have, or use the build that wrote the state."
 
 
+class ForeignFile(UnknownVersion):
+    """Bytes that are known as something else than a state."""
+
+    advice = "Name a file that holds a saved state."
+
+
 class BadField(StateFormatError):
     """One field holds a value that its own rule forbids."""
 

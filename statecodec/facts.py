@@ -8,12 +8,42 @@ from statecodec.tensor_types import TensorType
 
 
 @dataclass(frozen=True, slots=True)
+class CacheFacts:
+    """An attention section as the model has it.
+
+    Args:
+        k: values of a K row, for each layer that has one.
+        v: values of a V row, for each of these layers; empty where K alone is kept (MLA, most indexers).
+    """
+
+    k: tuple[int, ...]
+    v: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentFacts:
+    """A recurrent section as the model has it.
+
+    Args:
+        n_layers: layers that have a recurrent state.
+        r: values of an R row.
+        s: values of an S row.
+    """
+
+    n_layers: int
+    r: int
+    s: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFacts:
     """Facts that decide between readings and are checked against the state.
 
     Args:
         architecture: the name at the start of a context blob.
-        sections: the memory's parts in order, as "attention" and "recurrent"; () for no memory at all.
+        parts: the memory's parts in order, each layer and width of them; () for no memory at all. `sections` and
+            `has_v` follow from them.
+        sections: their kinds alone, as "attention", "recurrent" or "opaque"; () for no memory at all.
         n_layer: layers of the model; no section may have more.
         has_ext: whether cells carry an extra record (more than one position per token, or n-gram heads).
         has_v: whether each attention section holds V, in order (False for MLA and for indexers of K alone); sections
@@ -25,13 +55,11 @@ class ModelFacts:
         v_trans: whether V is stored transposed (flash attention off).
         type_k: type of the K rows of attention sections.
         type_v: type of the V rows of attention sections.
-        n_embd_k: values in a K row per layer that has one, of the first attention section; shape [n_layer].
-        n_embd_v: values in a V row per layer that has one, of the first attention section; shape [n_layer].
-        n_recurrent: layers of the model that have a recurrent state.
         n_vocab: tokens in the vocabulary.
     """
 
     architecture: str | None = None
+    parts: tuple[CacheFacts | RecurrentFacts, ...] | None = None
     sections: tuple[str, ...] | None = None
     n_layer: int | None = None
     has_ext: bool | None = None
@@ -43,10 +71,15 @@ class ModelFacts:
     v_trans: bool | None = None
     type_k: TensorType | None = None
     type_v: TensorType | None = None
-    n_embd_k: tuple[int, ...] | None = None
-    n_embd_v: tuple[int, ...] | None = None
-    n_recurrent: int | None = None
     n_vocab: int | None = None
+
+    def __post_init__(self) -> None:
+        """Let what follows from the parts follow."""
+        if self.parts is not None:
+            kinds = tuple("attention" if isinstance(part, CacheFacts) else "recurrent" for part in self.parts)
+            caches = tuple(part for part in self.parts if isinstance(part, CacheFacts))
+            object.__setattr__(self, "sections", kinds)
+            object.__setattr__(self, "has_v", tuple(bool(cache.v or not cache.k) for cache in caches))
 
 
 NO_FACTS = ModelFacts()

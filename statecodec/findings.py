@@ -100,9 +100,14 @@ def _of_rows(image: StateImage) -> Iterator[Finding]:
 
 
 def _of_tokens(image: StateImage) -> Iterator[Finding]:
-    if image.form is not Form.SEQUENCE_FILE or image.tokens is None or not image.sequences():
+    if image.tokens is None:
         return
     n_tokens = len(image.tokens.text)
+    if n_tokens and image.sections and image.is_empty:
+        text = f"the file lists {n_tokens} tokens, the memory holds none of them"
+        yield Finding(FindingCode.TOKENS_DISAGREE, None, text)
+    if image.form is not Form.SEQUENCE_FILE or not image.sequences():
+        return
     (seq_id, span), *_ = image.sequences().items()
     # A replay of the last token needs its row gone, so one row less than tokens is as usual as equally many.
     if n_tokens not in {span.pos_max + 1, span.pos_max + 2}:

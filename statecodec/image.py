@@ -323,6 +323,11 @@ class StateImage:
         """Whether any part is carried without being understood."""
         return any(isinstance(section, OpaqueSection) for section in self.sections)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no sequence holds anything; never so of a memory that is not understood."""
+        return all(section.n_cells == 0 for section in self.sections)
+
     def sequences(self) -> dict[int, Span]:
         """What every sequence holds, by ascending id: most cells of any section, first and last position of all.
 

@@ -24,6 +24,7 @@ class Limits:
         n_tokens: entries of a token array kept before a state.
         n_outputs: outputs of the last decode.
         n_media: media entries of a packed token record.
+        header_bytes: header of a carry; one of 256 sequences needs about 0.3 MB.
     """
 
     n_streams: int = 256
@@ -37,6 +38,7 @@ class Limits:
     n_tokens: int = 1 << 27
     n_outputs: int = 1 << 20
     n_media: int = 1 << 16
+    header_bytes: int = 4 << 20
 
 
 DEFAULT_LIMITS = Limits()

@@ -4,7 +4,8 @@ Laws:
 1. A reading consumes every byte and keeps every law of `validate`, or it is none.
 2. Readings that mean the same are one image with several possible versions.
 3. If different meanings are left, the answer is `Ambiguous` and names the facts that would decide.
-4. An old attention cache with one late cell for each sequence is a recurrent state, whose bytes are the same.
+4. An old attention cache with one late cell for each sequence is a recurrent state, whose bytes are the same. A state
+   without a cell is empty, though its words could also be the headers of rows that stayed on a device.
 5. If none is left, the error is the failure of the attempt that understood most.
 6. A file's version word never decides how it is read; a layout that does not go with the word is an error.
 """
@@ -17,13 +18,13 @@ from typing import TYPE_CHECKING
 
 from statecodec.cursor import Cursor, view
 from statecodec.envelope import Envelope, envelopes, read_outputs
-from statecodec.errors import Ambiguous, StateFormatError, UnknownVersion, raises_bare
+from statecodec.errors import Ambiguous, StateFormatError, Truncated, UnknownVersion, raises_bare
 from statecodec.facts import NO_FACTS, ModelFacts
 from statecodec.image import AttentionSection, Content, OpaqueSection, RecurrentSection, Section, StateImage
 from statecodec.layouts import LAYOUTS, Form, Grammar, Layout, grammars, patterns
 from statecodec.limits import DEFAULT_LIMITS, Limits
 from statecodec.sections import Attempt, Failures, read_sections
-from statecodec.validate import check_facts, check_laws
+from statecodec.validate import check_facts, check_laws, check_name
 
 if TYPE_CHECKING:
     # collections.abc.Buffer exists from Python 3.12 on; the type checker knows it under this name everywhere.
@@ -37,7 +38,8 @@ def parse(buffer: Buffer, *, facts: ModelFacts | None = None, limits: Limits = D
     """Read a state: a context blob, a sequence blob, a session file or a sequence file.
 
     Args:
-        buffer: the bytes; anything C-contiguous with the buffer protocol. Nothing is copied from tensors.
+        buffer: the bytes; anything C-contiguous with the buffer protocol. Nothing is copied from tensors. No bytes at
+            all are a state where `facts` say that the model keeps no memory.
         facts: what is known of the model and context; narrows the readings and is checked.
         limits: upper bounds.
 
@@ -54,9 +56,15 @@ def parse(buffer: Buffer, *, facts: ModelFacts | None = None, limits: Limits = D
     if known.versions is not None and not any(layout.session_version in known.versions for layout in LAYOUTS):
         words = ", ".join(sorted({str(layout.session_version) for layout in LAYOUTS}))
         raise UnknownVersion(0, "session version in the facts", sorted(known.versions), words)
+    data = view(buffer)
+    if not data and known.sections == ():
+        # What a session of a model without a memory keeps of it.
+        return StateImage(Form.CONTEXT, (), frozenset(LAYOUTS), 0)
     failures = Failures()
     images: dict[Meaning, StateImage] = {}
-    for envelope in envelopes(Cursor(view(buffer)), limits, failures):
+    for envelope in envelopes(Cursor(data), limits, failures):
+        if _is_of_another_model(envelope, known, failures):
+            continue
         own = tuple(layout for layout in LAYOUTS if has_word(layout, envelope))
         found = _images(envelope, own, known, limits, failures)
         if not found and len(own) < len(LAYOUTS):
@@ -64,6 +72,19 @@ def parse(buffer: Buffer, *, facts: ModelFacts | None = None, limits: Limits = D
             _refuse_other_layout(envelope, own, others)
         images.update(found)
     return _only(list(images.values()), failures)
+
+
+def _is_of_another_model(envelope: Envelope, facts: ModelFacts, failures: Failures) -> bool:
+    """Whether the name says so: a better answer than where another model's memory stops making sense."""
+    name = envelope.architecture
+    if name is None:
+        return False
+    try:
+        check_name(name, envelope.cursor.offset - len(name), facts)
+    except StateFormatError as error:
+        failures.note(error, stage=1, progress=0, family=envelope.family, depth=error.offset)
+        return True
+    return False
 
 
 def has_word(layout: Layout, envelope: Envelope) -> bool:
@@ -121,12 +142,23 @@ def _readings(
     for sections in read_sections(attempt, cursor):
         image = envelope.around(sections, layouts, outputs, content=_content(grammar, sections, facts))
         try:
+            _refuse_tokens_alone(image, facts)
             check_laws(image)
             check_facts(image, facts)
         except StateFormatError as error:
             failures.note(error, stage=1, progress=0, family=attempt.family, depth=error.offset)
             continue
         yield image
+
+
+def _refuse_tokens_alone(image: StateImage, facts: ModelFacts) -> None:
+    """A file that ends behind its tokens was cut there, unless the model is known to keep no memory.
+
+    Raises:
+        Truncated: it ends there.
+    """
+    if image.tokens is not None and image.tokens.words.size and not image.sections and facts.sections is None:
+        raise Truncated(image.n_bytes, "section 0", "the end of the bytes", "the memory of the tokens before it")
 
 
 def _content(grammar: Grammar, sections: tuple[Section, ...], facts: ModelFacts) -> Content:
@@ -173,6 +205,8 @@ def _section_meaning(section: Section) -> Meaning:
 def _only(images: list[StateImage], failures: Failures) -> StateImage:
     """The single image, or the error that says why there is none or more than one."""
     likely = [image for image in images if not _is_late_cell(image)] or images
+    if any(image.content is Content.FULL and image.is_empty for image in likely):
+        likely = [image for image in likely if image.content is not Content.ON_DEVICE]
     if len(likely) == 1:
         return likely[0]
     if likely:

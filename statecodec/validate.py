@@ -6,11 +6,13 @@ image whose facts became known later or that was made by a change.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from statecodec.errors import Inconsistent, raises_bare
-from statecodec.facts import NO_FACTS, ModelFacts
-from statecodec.image import AttentionSection, Content, OpaqueSection, RecurrentSection, StateImage
+from statecodec.facts import NO_FACTS, CacheFacts, ModelFacts, RecurrentFacts
+from statecodec.image import AttentionSection, Content, OpaqueSection, RecurrentSection, Section, StateImage
 from statecodec.tensor_types import TensorType
 from statecodec.views import Cells, Columns, Rows
 
@@ -76,8 +78,9 @@ def check_facts(image: StateImage, facts: ModelFacts) -> None:
     Raises:
         Inconsistent: the state belongs to another model or context.
     """
-    if facts.architecture is not None and image.architecture is not None:
-        _expect(4, "architecture name", image.architecture, facts.architecture)
+    if image.architecture is not None:
+        # A word for its length stands before it, and before that a file's head and tokens.
+        check_name(image.architecture, 4 if image.tokens is None else 16 + image.tokens.words.nbytes, facts)
     if facts.sections is not None and image.content is not Content.PARTIAL:
         kinds = tuple(section.kind.value for section in image.sections)
         _expect(image.n_bytes, "sections", kinds, facts.sections)
@@ -90,14 +93,24 @@ def check_facts(image: StateImage, facts: ModelFacts) -> None:
             _check_attention(section, facts, f"section {index}")
         elif isinstance(section, RecurrentSection):
             _check_recurrent(section, facts, f"section {index}")
-    caches = image.caches
     # A partial state lacks the main cache, which these facts are about.
-    if caches and image.content is not Content.PARTIAL:
-        _check_first_attention(caches[0], facts)
-        for index, (section, has_v) in enumerate(zip(caches, facts.has_v, strict=False)):
-            for number, stream in section.filled():
+    if image.content is not Content.PARTIAL:
+        for index, (cache, has_v) in enumerate(zip(image.caches, facts.has_v, strict=False)):
+            for number, stream in cache.filled():
                 if stream.keys:
                     _expect(stream.offset, f"cache {index} stream {number} V", bool(stream.values), has_v)
+        for index, (section, part) in enumerate(zip(image.sections, facts.parts or (), strict=False)):
+            _check_part(section, part, f"section {index}")
+
+
+def check_name(architecture: str, offset: int, facts: ModelFacts) -> None:
+    """Compare the architecture's name, which stands at `offset` [bytes], with the model's.
+
+    Raises:
+        Inconsistent: the state belongs to a model of another architecture.
+    """
+    if facts.architecture is not None:
+        _expect(offset, "architecture name", architecture, facts.architecture)
 
 
 def _expect(offset: int, what: str, found: object, wanted: object) -> None:
@@ -141,20 +154,21 @@ def _check_recurrent(section: RecurrentSection, facts: ModelFacts, where: str) -
     _check_ids(section.cells, facts, where)
     if facts.n_layer is not None:
         _at_most(section.offset, f"{where} n_layer", section.n_layer, facts.n_layer)
-    if facts.n_recurrent is not None:
-        _expect(section.offset, f"{where} recurrent layers", section.n_layers, facts.n_recurrent)
     _at_most(section.offset, f"{where} cells", section.n_cells, facts.n_seq_max)
 
 
-def _check_first_attention(section: AttentionSection, facts: ModelFacts) -> None:
-    """Facts about rows are of the main cache, which comes first."""
-    for number, stream in section.filled():
-        place = f"section 0 stream {number}"
-        if facts.n_embd_k is not None:
-            _expect(stream.offset, f"{place} values of K rows", _widths(stream.keys), facts.n_embd_k)
-        if facts.n_embd_v is not None and stream.values:
-            _expect(stream.offset, f"{place} values of V rows", _widths(stream.values), facts.n_embd_v)
+def _check_part(section: Section, part: CacheFacts | RecurrentFacts, where: str) -> None:
+    """Compare layers and widths with the model's; only a cache without cells shows none."""
+    if isinstance(section, AttentionSection) and isinstance(part, CacheFacts):
+        for number, stream in section.filled():
+            _check_widths(stream.offset, stream.keys, part.k, f"{where} stream {number} K")
+            _check_widths(stream.offset, stream.values, part.v, f"{where} stream {number} V")
+    elif isinstance(section, RecurrentSection) and isinstance(part, RecurrentFacts):
+        _check_widths(section.offset, [layer.r for layer in section.layers], (part.r,) * part.n_layers, f"{where} R")
+        _check_widths(section.offset, [layer.s for layer in section.layers], (part.s,) * part.n_layers, f"{where} S")
 
 
-def _widths(layers: tuple[Rows | Columns, ...]) -> tuple[int, ...]:
-    return tuple(layer.n_values for layer in layers)
+def _check_widths(offset: int, layers: Sequence[Rows | Columns], wanted: tuple[int, ...], where: str) -> None:
+    _expect(offset, f"{where} layers", len(layers), len(wanted))
+    for index, (layer, width) in enumerate(zip(layers, wanted, strict=True)):
+        _expect(layer.offset, f"{where} layer {index} values of a row", layer.n_values, width)

@@ -28,7 +28,7 @@ from llama_native import (
     state_set,
     state_size,
 )
-from splitctl.cli.state_facts import codec_facts
+from splitctl.cli.state_facts import state_facts
 from splitctl.engine.engine import context_params, model_params
 from splitctl.model.facts import ModelFacts, read_facts
 from splitctl.placement import FlashAttn, Placement
@@ -210,7 +210,7 @@ class CodecSweep:
     def _levels(self, taken: Taken, whole: StateImage | None) -> list[tuple[str, statecodec.ModelFacts | None]]:
         """What may be known: nothing, the model's file, the session's context; and the sections, from a whole state."""
         session = self._session_facts(taken)
-        levels = [("nothing", None), ("header", codec_facts(self.facts)), ("session", session)]
+        levels = [("nothing", None), ("header", state_facts(self.facts)[0]), ("session", session)]
         if whole is not None:
             levels.append(("whole state", dataclasses.replace(session, **shape_of(whole))))
         return levels

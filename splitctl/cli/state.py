@@ -24,9 +24,9 @@ from splitctl.cli.options import Parsed
 from splitctl.cli.output import ExitCode, Screen, error_body, one_line, print_json
 from splitctl.cli.state_convert import Wanted
 from splitctl.cli.state_diff import Comparison, compare
-from splitctl.cli.state_facts import codec_facts, facts_of_rows
-from splitctl.cli.state_file import NothingKept, StateFile, opened, repaired
-from splitctl.errors import SplitctlError
+from splitctl.cli.state_facts import state_facts
+from splitctl.cli.state_file import NothingKept, StateFile, opened, refuse_part, repaired
+from splitctl.errors import BadModelFile, CarryDamaged, SplitctlError
 from splitctl.model.facts import ModelFacts, read_facts
 from splitctl.placement import KV_TYPES
 from statecodec import Rotation, StateCodecError, StateFormatError, StateImage, TensorType
@@ -90,7 +90,7 @@ def state() -> None:
 def inspect(*, files: tuple[Path, ...], model: Path | None, screen: Screen) -> int:
     """Say what states are: form, version, layout, sections, cells, types."""
 
-    def look(file: StateFile, image: StateImage) -> dict[str, Any]:
+    def look(file: StateFile, image: StateImage, _facts: ModelFacts | None) -> dict[str, Any]:
         body = state_text.describe(file, image)
         if not screen.as_json:
             _show(list(state_text.rows(body)))
@@ -106,14 +106,20 @@ def inspect(*, files: tuple[Path, ...], model: Path | None, screen: Screen) -> i
 def validate(*, files: tuple[Path, ...], model: Path | None, screen: Screen) -> int:
     """Say whether states are sound, by themselves and as states of a model; 1 when one is not."""
 
-    def look(file: StateFile, image: StateImage) -> dict[str, Any]:
+    def look(file: StateFile, image: StateImage, facts: ModelFacts | None) -> dict[str, Any]:
         if file.carry is not None:
-            carries.check(file.path, file.carry.words, file.carry.tensors, file.carry.checksums)
+            carries.check(file.path, file.carry.words, file.carry.found.tensors, file.carry.checksums)
+        refuse_part(image)
         noted = [finding.text for finding in statecodec.findings(image)]
+        if facts is not None and state_facts(facts)[0].sections is None:
+            noted.append(f"layers and widths are not judged: no state of {facts.architecture} has been seen")
+        # What is not understood may be cut or damaged as well as sound.
+        is_valid = None if image.is_opaque else True
+        verdict = "not judged, as its memory has a format of its own" if image.is_opaque else "sound"
         if not screen.as_json:
-            lines = [f"{file.path}: sound: {_short(image)}", *(f"  ! {text}" for text in noted)]
+            lines = [f"{file.path}: {verdict}: {_short(image)}", *(f"  ! {text}" for text in noted)]
             sys.stdout.write("\n".join(lines) + "\n")
-        return {"file": str(file.path), "valid": True, "reading": _short(image), "findings": noted}
+        return {"file": str(file.path), "valid": is_valid, "reading": _short(image), "findings": noted}
 
     return _each(files, model, look, screen)
 
@@ -125,7 +131,7 @@ def _each(paths: Sequence[Path], model: Path | None, look: Any, screen: Screen) 
     for path in paths:
         try:
             with opened(path) as file:
-                bodies.append(look(file, _read(file, facts)))
+                bodies.append(look(file, file.parsed(facts), facts))
         except _FAULTS as error:
             message = _message(path, error)
             failures.append((type(error).__name__, message))
@@ -138,18 +144,9 @@ def _each(paths: Sequence[Path], model: Path | None, look: Any, screen: Screen) 
     return ExitCode.FAILED if failures else ExitCode.DONE
 
 
-def _read(file: StateFile, facts: ModelFacts | None, *, drop_tail: bool = False) -> StateImage:
-    """Read a state, without a damaged tail where asked, and hold it against itself and, where given, its model."""
-    known = None if facts is None else codec_facts(facts)
-    image = repaired(file, facts) if drop_tail else file.parsed(known)
-    if facts is not None:
-        statecodec.validate(image, facts_of_rows(facts, image))
-    return image
-
-
 def _message(path: Path, error: Exception) -> str:
     text = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-    return one_line(text if str(path) in text else f"{path}: {text}")
+    return one_line(text if isinstance(error, CarryDamaged | BadModelFile) else f"{path}: {text}")
 
 
 def _error(error: Exception) -> dict[str, Any]:
@@ -175,6 +172,7 @@ def _short(image: StateImage) -> str:
         for section in image.sections
     )
     content = "" if image.content is statecodec.Content.FULL else f", {image.content.value}"
+    content += ", empty" if image.sections and image.is_empty else ""
     layouts = " or ".join(sorted(layout.name for layout in image.layouts))
     return f"{image.form.value}, layout {layouts}{content}, {cells or 'no memory'}"
 
@@ -241,9 +239,9 @@ def convert(
             opens = [stack.enter_context(opened(path)) for path in files]
             if not wanted.is_anything and opens[0].carry is None:
                 raise click.UsageError("say what to change, for example --to-version 11")
-            images = [_read(file, facts, drop_tail=wanted.drop_tail) for file in opens]
+            images = [repaired(file, facts) if wanted.drop_tail else file.parsed(facts) for file in opens]
             image = state_convert.convert(opens, images, wanted)
-            body = state_convert.answer(image, out, state_convert.write(image, out, opens))
+            body = state_convert.answer(image, out, state_convert.write(image, out, opens, facts))
     except _FAULTS as error:
         return _failed(screen, files[0], error, about=out if isinstance(error, OSError) else files[0])
     return screen.answer(body, "\n".join(state_convert.lines(body)))
@@ -271,9 +269,9 @@ def diff(*, first: Path, second: Path, nmse: float, model: Path | None, screen: 
     try:
         facts = None if model is None else read_facts(model)
         with opened(first) as one, opened(second) as two:
-            image = _read(one, facts)
+            image = one.parsed(facts)
             path = second
-            found = compare(image, _read(two, facts))
+            found = compare(image, two.parsed(facts))
     except _FAULTS as error:
         return _failed(screen, path, error, about=path)
     body = {"first": str(first), "second": str(second), **found.to_json(nmse)}

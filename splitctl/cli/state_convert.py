@@ -18,6 +18,7 @@ import numpy as np
 import statecodec
 from splitctl.carry.durable import replacing
 from splitctl.cli.state_file import StateFile
+from splitctl.model.facts import ModelFacts
 from statecodec import Rotation, StateImage, TensorType, transcode
 
 
@@ -100,7 +101,7 @@ def _tokens(file: StateFile, image: StateImage, seq_id: int | None) -> np.ndarra
     if file.carry is None:
         return None
     ids = list(image.sequences()) if seq_id is None else [seq_id]
-    return file.carry.tokens(ids[0]) if len(ids) == 1 else None
+    return file.carry.found.tokens(ids[0]) if len(ids) == 1 else None
 
 
 def _merged(images: Sequence[StateImage], wanted: Wanted) -> StateImage:
@@ -143,13 +144,18 @@ def _formed(image: StateImage, wanted: Wanted, tokens: np.ndarray[Any, np.dtype[
     if wanted.as_file is None or image.tokens is not None:
         return image
     if tokens is None:
-        found, action = "no tokens of one sequence", "Take one sequence out of a session file or a carry."
-        raise statecodec.NotRepresentable("a file", found, "a file, which holds them", action)
+        found, action = (
+            "a state without the tokens of one sequence",
+            "Take one sequence out of a session file or a carry.",
+        )
+        raise statecodec.NotRepresentable("the state", found, "a file, which lists them", action)
     return transcode.as_file(image, tokens)
 
 
-def write(image: StateImage, out: Path, sources: Sequence[StateFile]) -> int:
+def write(image: StateImage, out: Path, sources: Sequence[StateFile], facts: ModelFacts | None) -> int:
     """Write a state, whole or not at all, and read it again before it is put in its place; returns its size, bytes.
+
+    What is written for a model is read again as one of that model.
 
     Raises:
         OSError: it is not safely in its place.
@@ -162,19 +168,19 @@ def write(image: StateImage, out: Path, sources: Sequence[StateFile]) -> int:
     with replacing(out, n_bytes) as temporary:
         with temporary.open("xb") as file:
             file.writelines(chunks)
-        _read_again(temporary, image)
+        _read_again(temporary, image, facts)
         for source in sources:
             source.check()
     return n_bytes
 
 
-def _read_again(path: Path, image: StateImage) -> None:
-    known = statecodec.ModelFacts(
-        sections=tuple(section.kind.value for section in image.sections if not image.is_opaque) or None,
-        versions=image.versions,
-    )
+def _read_again(path: Path, image: StateImage, facts: ModelFacts | None) -> None:
+    known = statecodec.ModelFacts(sections=tuple(one.kind.value for one in image.sections), versions=image.versions)
     with path.open("rb") as file:
-        StateFile(path, file.fileno()).parsed(known)
+        written = StateFile(path, file.fileno())
+        statecodec.parse(written.view, facts=known)
+        if facts is not None:
+            written.parsed(facts)
 
 
 def answer(image: StateImage, out: Path, n_bytes: int) -> dict[str, Any]:

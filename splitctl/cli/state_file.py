@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import mmap
 import os
 import signal
@@ -21,21 +20,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
-
-import numpy as np
 
 import statecodec
 from splitctl.carry import file as carries
-from splitctl.carry.tensorfile import MAX_HEADER_BYTES, TensorFile
 from splitctl.carry.text import Words, from_texts
-from splitctl.cli.state_facts import codec_facts, repair_facts
+from splitctl.cli.state_facts import read_state, state_facts
 from splitctl.errors import CarryDamaged, SplitctlError
 from splitctl.model.facts import ModelFacts
-from statecodec import Salvage, StateFormatError, StateImage
-
-_SIZE_BYTES = 8
-_STATE = "state"
+from statecodec import Carried, Salvage, StateFormatError, StateImage
 
 
 @dataclass(eq=False, repr=False)
@@ -57,16 +49,12 @@ class CarryAround:
     Args:
         words: everything of it that is no tensor.
         checksums: tensor name -> xxh3-128.
-        tensors: every tensor by name, as views on the mapped file.
+        found: its tensors, as views on the mapped file.
     """
 
     words: Words
     checksums: Mapping[str, str]
-    tensors: Mapping[str, np.ndarray[Any, np.dtype[Any]]]
-
-    def tokens(self, seq_id: int) -> np.ndarray[Any, np.dtype[np.int32]] | None:
-        """The tokens of one sequence; int32, shape [n]; None where it has no such sequence."""
-        return self.tensors.get(f"seq.{seq_id}.tokens")
+    found: Carried
 
 
 class StateFile:
@@ -94,13 +82,17 @@ class StateFile:
         # An empty file cannot be mapped.
         self.view = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_READ) if about.st_size else b"")
         self.carry: CarryAround | None = None
-        if _is_safetensors(self.view):
-            self.carry = _carry(path, self.view)
-            self.view = self.carry.tensors[_STATE].data
+        found = statecodec.carried(self.view)
+        if found is not None:
+            self.carry = _carry(path, found)
+            self.view = found.state
 
-    def parsed(self, facts: statecodec.ModelFacts | None = None) -> statecodec.StateImage:
-        """Read the state, by what is known of its model."""
-        return statecodec.parse(self.view, facts=facts)
+    def parsed(self, facts: ModelFacts | None = None) -> StateImage:
+        """Read the state, as one of a model where that is given."""
+        if self.carry is not None and not self.view and facts is None:
+            # What a session of a model without a memory saves.
+            return statecodec.parse(self.view, facts=statecodec.ModelFacts(sections=()))
+        return read_state(self.view, facts)
 
     def check(self) -> None:
         """Make sure that the file is still what was mapped."""
@@ -119,7 +111,8 @@ def opened(path: Path) -> Iterator[StateFile]:
 
     Raises:
         StateUnreadable: it cannot be opened, is no regular file, or changed meanwhile.
-        CarryDamaged: it is a safetensors file and no sound carry.
+        CarryDamaged: it is a carry whose description is wrong.
+        statecodec.StateFormatError: it is a safetensors file and no carry.
     """
     try:
         # Not blocking, so that a pipe with nobody behind it is refused like every other kind.
@@ -200,44 +193,42 @@ def repaired(file: StateFile, facts: ModelFacts | None) -> StateImage:
 
     Raises:
         NothingKept: no cell is whole, or none that can be told.
-        statecodec.StateFormatError: the state is sound in several ways, or belongs to another model.
+        statecodec.StateFormatError: the state is sound in several ways, or is a part of a memory.
+        statecodec.NotRepresentable: the memory has a format of its own.
     """
-    # What a header says of sections is too strict for a few architectures, so a sound state is read without that.
-    found = statecodec.salvage(file.view, facts=None if facts is None else codec_facts(facts))
-    if found.damage is not None and facts is not None:
-        found = statecodec.salvage(file.view, facts=repair_facts(facts))
-    if found.image is not None:
-        return found.image
-    if found.damage is None:  # pragma: no cover - without damage there is an image
-        raise AssertionError
-    raise NothingKept(file.path, found.damage, found)
-
-
-def _is_safetensors(view: memoryview) -> bool:
-    """Whether a file begins with the size of a JSON header; no state does (its first words make a larger number)."""
-    size = int.from_bytes(view[:_SIZE_BYTES], "little")
-    return len(view) > _SIZE_BYTES and size <= MAX_HEADER_BYTES and view[_SIZE_BYTES] == ord("{")
-
-
-def _carry(path: Path, view: memoryview) -> CarryAround:
-    with TensorFile(path) as file:
-        metadata, slots = file.metadata, file.slots
-    if metadata.get("format") != carries.FORMAT or metadata.get("version") != carries.VERSION or _STATE not in slots:
-        said = f"{metadata.get('format', 'not said')!r:.40}, version {metadata.get('version', 'not said')!r:.40}"
-        raise CarryDamaged(path, f"it is a safetensors file of another kind (format {said})")
     try:
-        words = from_texts(metadata)
-        checksums = carries.checksum_texts(metadata)
-        start = _SIZE_BYTES + int.from_bytes(view[:_SIZE_BYTES], "little")
-        header = json.loads(bytes(view[_SIZE_BYTES:start]))
+        image = file.parsed(facts)
+    except statecodec.Ambiguous:
+        raise
+    except StateFormatError as damage:
+        found = statecodec.salvage(file.view, facts=None if facts is None else state_facts(facts)[0])
+        if found.image is None:
+            raise NothingKept(file.path, found.damage or damage, found) from None
+        image = found.image
+    refuse_part(image)
+    if image.is_opaque:
+        found_, wanted = "a memory with a format of its own", "a state whose end can be told"
+        raise statecodec.NotRepresentable("the tail", found_, wanted, "Save the session again.")
+    return image
+
+
+def refuse_part(image: StateImage) -> None:
+    """Refuse a state that is not the whole of a memory.
+
+    Raises:
+        statecodec.Inconsistent: it is not.
+    """
+    if image.content is not statecodec.Content.FULL:
+        offset = image.sections[0].offset if image.sections else image.n_bytes
+        found = {
+            statecodec.Content.PARTIAL: "a part of the memory alone (a window or the recurrent layers)",
+            statecodec.Content.ON_DEVICE: "cells without their rows, which stayed on the device",
+        }[image.content]
+        raise statecodec.Inconsistent(offset, "the memory", found, "all of it")
+
+
+def _carry(path: Path, found: Carried) -> CarryAround:
+    try:
+        return CarryAround(from_texts(found.metadata), carries.checksum_texts(found.metadata), found)
     except (ValueError, RecursionError) as error:
         raise CarryDamaged(path, f"its description is wrong: {error}") from error
-    tensors = {}
-    for name, slot in slots.items():
-        # The library has held these offsets against the file's size already.
-        first, last = header[name]["data_offsets"]
-        piece = view[start + first : start + last]
-        tensors[name] = np.frombuffer(piece, dtype=slot.dtype).reshape(slot.shape)
-    if tensors[_STATE].dtype != np.uint8 or tensors[_STATE].ndim != 1:
-        raise CarryDamaged(path, f"its state is {tensors[_STATE].dtype}, wanted a row of bytes")
-    return CarryAround(words, checksums, tensors)

@@ -160,7 +160,7 @@ def _carry(carry: CarryAround) -> dict[str, Any]:
     identity, representation = carry.words.fingerprint.identity, carry.words.fingerprint.representation
     sequences = []
     for one in carry.words.sequences:
-        tokens = carry.tokens(one.seq_id)
+        tokens = carry.found.tokens(one.seq_id)
         sequences.append(
             {
                 "seq_id": one.seq_id,
@@ -226,6 +226,8 @@ def _token_rows(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
         for one in tokens["media"]:
             text += f"; media at {one['start']} ({one['n_bytes']} bytes)"
         yield "tokens", text
+    elif body["carry"] is None:
+        yield "tokens", "none in this form: only a file or a carry lists them"
 
 
 def _listed(first: list[int], count: int) -> str:

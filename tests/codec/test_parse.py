@@ -9,13 +9,15 @@ from statecodec import (
     Ambiguous,
     AttentionSection,
     BadField,
+    CacheFacts,
     Content,
+    ForeignFile,
     Form,
     Inconsistent,
     LimitExceeded,
     Limits,
     ModelFacts,
-    RecurrentSection,
+    RecurrentFacts,
     StateFormatError,
     StateImage,
     TensorType,
@@ -24,11 +26,13 @@ from statecodec import (
     UnknownVersion,
     emit,
     parse,
+    salvage,
 )
 from statecodec.cursor import Cursor, view
 from statecodec.envelope import read_outputs
 from statecodec.parse import describe
 from tests.codec.cases import CASES, Case
+from tests.codec.model import parts_of
 from tests.codec.synthetic import (
     LATE,
     Attention,
@@ -86,26 +90,12 @@ def test_every_truncation_is_an_error_when_the_model_is_known(case: Case) -> Non
     image = parse(case.data)
     if any(section.kind.value == "opaque" for section in image.sections):
         return
-    caches = [section for section in image.sections if isinstance(section, AttentionSection)]
-    has_v = tuple(any(stream.values for _, stream in cache.filled()) for cache in caches)
-    facts = ModelFacts(
-        sections=tuple(section.kind.value for section in image.sections),
-        has_v=has_v,
-        versions=image.versions,
-        n_embd_k=widths(caches),
-        n_recurrent=next((s.n_layers for s in image.sections if isinstance(s, RecurrentSection)), None),
-    )
+    facts = ModelFacts(parts=parts_of(image), versions=image.versions)
     assert written(parse(case.data, facts=facts)) == case.data
-    for end in [*range(0, len(case.data), 3), len(case.data) - 1]:
+    # Of a model without a memory no bytes at all are a state too.
+    for end in [*range(0 if image.sections else 1, len(case.data), 3), len(case.data) - 1]:
         with pytest.raises(StateFormatError):
             image = parse(case.data[:end], facts=facts)
-
-
-def widths(caches: list[AttentionSection]) -> tuple[int, ...] | None:
-    for cache in caches[:1]:
-        for _, stream in cache.filled():
-            return tuple(layer.n_values for layer in stream.keys)
-    return None
 
 
 @_CASES
@@ -157,8 +147,12 @@ def test_the_swallowed_section_is_given_back() -> None:
         (ModelFacts(v_trans=True), "v_trans"),
         (ModelFacts(type_k=TensorType.Q8_0), "K type"),
         (ModelFacts(type_v=TensorType.F32), "V type"),
-        (ModelFacts(n_embd_k=(4, 5)), "K rows"),
-        (ModelFacts(n_embd_v=(6, 7)), "V rows"),
+        (ModelFacts(parts=(CacheFacts((4, 5), (6, 6)),)), "K layer 1 values of a row"),
+        (ModelFacts(parts=(CacheFacts((4, 4), (6, 7)),)), "V layer 1 values of a row"),
+        (ModelFacts(parts=(CacheFacts((4, 4, 4), (6, 6, 6)),)), "K layers"),
+        (ModelFacts(parts=(CacheFacts((4, 4)),)), ""),
+        (ModelFacts(parts=(CacheFacts((4, 4), (6, 6)), CacheFacts((4,), (6,)))), "section 1"),
+        (ModelFacts(parts=(CacheFacts((4, 4), (6, 6)), RecurrentFacts(2, 6, 10))), "section 1"),
     ],
 )
 def test_facts_that_contradict_the_bytes_are_an_error(facts: ModelFacts, field: str) -> None:
@@ -173,10 +167,9 @@ def test_facts_that_agree_change_nothing() -> None:
     """All facts of the model and context together."""
     facts = ModelFacts(
         architecture="llama",
-        sections=("attention",),
+        parts=(CacheFacts((4, 4), (6, 6)),),
         n_layer=2,
         has_ext=False,
-        has_v=(True,),
         n_seq_max=1,
         n_ctx=3,
         n_stream=1,
@@ -184,8 +177,6 @@ def test_facts_that_agree_change_nothing() -> None:
         v_trans=False,
         type_k=TensorType.F16,
         type_v=TensorType.F16,
-        n_embd_k=(4, 4),
-        n_embd_v=(6, 6),
         n_vocab=5,
     )
     assert parse(CASES["plain"].data, facts=facts).versions == {10}
@@ -248,12 +239,62 @@ def test_a_word_before_an_unknown_payload_is_an_error() -> None:
         (b"ggsn" + bytes(20), "other byte order"),
         (b"ggsq" + bytes(20), "other byte order"),
         (b"GGUF" + bytes(20), "a model file"),
+        (b"lmgg" + bytes(20), "a model file of an old format"),
+        (b"PK\3\4" + bytes(20), "a zip archive"),
+        (b"\x7fELF" + bytes(20), "a program or library"),
+        (b"# A heading\n", "a text file"),
+        (b'{"state": []}', "a text file"),
+        ("Grüße, 世界\n".encode() * 40, "a text file"),
+        (("x" * 255 + "ü").encode(), "a text file"),
     ],
 )
 def test_other_files_are_called_by_their_name(data: bytes, text: str) -> None:
-    """A magic of something else is recognised."""
-    with pytest.raises(UnknownVersion, match=text):
+    """A magic of something else, and text, are recognised, and it is not said to read the tokens again."""
+    with pytest.raises(ForeignFile, match=text) as caught:
         parse(data)
+    assert "Name a file" in str(caught.value)
+
+
+@pytest.mark.parametrize("data", [b"\x80abc" * 9, b"abc\0" * 9, b"\1\2\3\4" * 9, b"text" + bytes(9)])
+def test_bytes_that_are_no_text_are_not_called_text(data: bytes) -> None:
+    """Control characters, zeros, and bytes that are no UTF-8 make no text."""
+    with pytest.raises(StateFormatError) as caught:
+        parse(data)
+    assert not isinstance(caught.value, ForeignFile)
+
+
+def test_no_bytes_at_all_are_told() -> None:
+    """An empty file is called that; where a model keeps no memory they are its state."""
+    with pytest.raises(Truncated, match="no bytes at all"):
+        parse(b"")
+    with pytest.raises(Truncated, match="no bytes at all"):
+        parse(b"", facts=ModelFacts(sections=("attention",)))
+    image = parse(b"", facts=ModelFacts(parts=()))
+    assert (image.sections, image.is_empty, written(image)) == ((), True, b"")
+
+
+@pytest.mark.parametrize("tokens", [(1, 2, 3), (-1, 1, 3, 5, 6, 7, 0)])
+def test_a_file_that_ends_behind_its_tokens_is_cut(tokens: tuple[int, ...]) -> None:
+    """Its memory is missing, unless the model is known to keep none; a file without tokens may hold nothing."""
+    alone = sequence_file(b"", 4, tokens), session_file(name("bert"), 11, tokens)
+    for data in alone:
+        with pytest.raises(Truncated, match="section 0"):
+            parse(data)
+        with pytest.raises(Truncated, match="section 0"):
+            parse(data, facts=ModelFacts(sections=("attention",)))
+        assert parse(data, facts=ModelFacts(sections=())).sections == ()
+        assert salvage(data).has_all_tokens
+    assert parse(sequence_file(b"", 4, ())).is_empty
+
+
+def test_another_models_name_is_told_first() -> None:
+    """What stands behind the name of another architecture is not what is wrong with a state."""
+    opaque = context(struct.pack("<II", 0x34565344, 1) + bytes(40), architecture="deepseek4")
+    for data, at in ((CASES["hybrid"].data, 4), (opaque, 4), (CASES["session file 10"].data, 28)):
+        facts = ModelFacts(architecture="gemma2", sections=("attention", "attention"))
+        with pytest.raises(Inconsistent, match="gemma2") as caught:
+            parse(data, facts=facts)
+        assert (caught.value.field, caught.value.offset) == ("architecture name", at)
 
 
 @pytest.mark.parametrize(

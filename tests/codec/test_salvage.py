@@ -9,8 +9,10 @@ import pytest
 from statecodec import (
     Ambiguous,
     AttentionSection,
+    CacheFacts,
     Columns,
     ModelFacts,
+    RecurrentFacts,
     Salvage,
     StateFormatError,
     StateImage,
@@ -23,6 +25,7 @@ from statecodec import (
 )
 from tests.codec.cases import CASES
 from tests.codec.goldens import MANIFEST, golden
+from tests.codec.model import facts_of
 from tests.codec.synthetic import (
     FOUR_UNIFIED,
     SHARED,
@@ -42,15 +45,6 @@ from tests.codec.synthetic import (
 _PLAIN = ModelFacts(sections=("attention",))
 _WINDOW = ModelFacts(sections=("attention", "attention"))
 _BYTES_OF_A_V_ROW = 12
-
-
-def facts_of(image: StateImage) -> ModelFacts:
-    """What the model's file would say."""
-    caches = [section for section in image.sections if isinstance(section, AttentionSection)]
-    has_v = tuple(any(stream.values for _, stream in cache.filled()) for cache in caches)
-    recurrent = [section.n_layers for section in image.sections if not isinstance(section, AttentionSection)]
-    kinds = tuple(section.kind.value for section in image.sections)
-    return ModelFacts(sections=kinds, has_v=has_v, n_recurrent=recurrent[0] if recurrent else None)
 
 
 def written(image: StateImage) -> bytes:
@@ -251,7 +245,7 @@ def test_what_is_behind_is_not_seen_without_facts() -> None:
 def test_a_recurrent_memory_is_all_or_nothing() -> None:
     """It cannot be taken back to an earlier token, so a cut leaves nothing; bytes behind it can go."""
     data = CASES["hybrid"].data
-    facts = ModelFacts(sections=("attention", "recurrent"), n_recurrent=2)
+    facts = ModelFacts(parts=(CacheFacts((4, 4), (6, 6)), RecurrentFacts(2, 6, 10)))
     assert salvage(data[:-1], facts=facts).image is None
     assert written(kept(data + b"\0", facts)) == data
 

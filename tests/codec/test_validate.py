@@ -5,9 +5,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from statecodec import AttentionSection, Inconsistent, ModelFacts, StateImage, parse, validate
+from statecodec import (
+    AttentionSection,
+    CacheFacts,
+    Inconsistent,
+    ModelFacts,
+    RecurrentFacts,
+    StateImage,
+    parse,
+    validate,
+)
 from tests.codec.cases import CASES
 from tests.codec.goldens import MANIFEST, golden
+from tests.codec.model import parts_of
+from tests.codec.synthetic import Attention, context
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -51,12 +62,49 @@ def test_a_changed_image_is_checked_like_a_read_one() -> None:
         validate(with_positions(image, [2, 0, 2]))
 
 
-def test_recurrent_facts() -> None:
-    """Layers of a recurrent memory are compared with the model's."""
-    image = parse(CASES["recurrent"].data)
-    validate(image, ModelFacts(n_recurrent=2, n_layer=2, n_seq_max=1))
-    with pytest.raises(Inconsistent, match="recurrent layers"):
-        validate(image, ModelFacts(n_recurrent=3))
+@pytest.mark.parametrize("kind", [name for name in MANIFEST if "partial" not in name])
+def test_a_real_state_is_of_its_own_parts_alone(kind: str) -> None:
+    """A layer more or less, another width, a part more or less, and parts in another order are other models."""
+    image = parse(golden(kind))
+    own = parts_of(image)
+    validate(image, ModelFacts(parts=own))
+    others = [(*own, CacheFacts((64,), (64,))), own[1:], own[::-1]]
+    for index, part in enumerate(own):
+        others += [(*own[:index], other, *own[index + 1 :]) for other in _other_parts(part)]
+    for parts in others:
+        if parts != own:
+            with pytest.raises(Inconsistent):
+                validate(image, ModelFacts(parts=parts))
+
+
+def _other_parts(part: CacheFacts | RecurrentFacts) -> list[CacheFacts | RecurrentFacts]:
+    """Parts that differ from one in one thing."""
+    if isinstance(part, RecurrentFacts):
+        n, r, s = part.n_layers, part.r, part.s
+        changed = [(n + 1, r, s), (n - 1, r, s), (n, r + 1, s), (n, r, s + 1)]
+        return [RecurrentFacts(*one) for one in changed]
+    k, v = part.k, part.v
+    if not k:
+        return [CacheFacts((64,), (64,))]
+    wider = (*k[:-1], k[-1] + 32)
+    more_v = (*v[:-1], v[-1] + 32) if v else k
+    return [CacheFacts(k[1:], v[1:]), CacheFacts((*k, k[0]), (*v, *v[:1])), CacheFacts(wider, v), CacheFacts(k, more_v)]
+
+
+def test_parts_say_the_sections() -> None:
+    """The kinds of sections and which of them hold V follow from the parts; one without layers may read either way."""
+    facts = ModelFacts(parts=(CacheFacts((4, 4), (6, 6)), CacheFacts((4,)), CacheFacts(()), RecurrentFacts(2, 6, 10)))
+    assert facts.sections == ("attention", "attention", "attention", "recurrent")
+    assert facts.has_v == (True, False, True)
+    assert ModelFacts(parts=()).sections == ()
+    assert ModelFacts(sections=("attention",)).parts is None
+
+
+def test_what_holds_nothing_shows_no_layers() -> None:
+    """A state without cells agrees with every memory of its kinds."""
+    validate(parse(context(Attention(((),)))), ModelFacts(parts=(CacheFacts((4, 5), (6, 7)),)))
+    with pytest.raises(Inconsistent, match="sections"):
+        validate(parse(context(Attention(((),)))), ModelFacts(parts=(CacheFacts((4,)), CacheFacts((4,)))))
 
 
 def test_real_states_agree_with_their_settings() -> None:
