@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping
+import select
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from splitctl.control.sockets import peer_uid
 from splitctl.errors import SplitctlError
 from splitctl.ipc.jobs import CANCEL, Fault, fault_of
 from splitctl.ipc.wire import MessageInvalid, line_of, object_of
 from splitctl.outcome import to_plain
+
+_T = TypeVar("_T")
 
 _CHUNK_BYTES = 1 << 16
 _MAX_CONTROL_BYTES = 4096
@@ -59,6 +62,16 @@ class Connection:
                 if len(pending) > _MAX_CONTROL_BYTES:
                     return
 
+    async def gone(self) -> None:
+        """Wait until the client hangs up; one that only has no more to say stays, and what it says is dropped."""
+        with suppress(ConnectionError):
+            while await self.read():
+                continue
+            poll = select.poll()
+            poll.register(self._writer.get_extra_info("socket"), 0)
+            if not poll.poll(0):
+                await asyncio.Event().wait()
+
     def offer(self, event: Mapping[str, Any]) -> None:
         """Send an event that may be left out, if the client keeps up."""
         transport = self._writer.transport
@@ -101,6 +114,32 @@ class Connection:
         self._writer.write(line_of(body))
         async with asyncio.timeout(self._write_s):
             await self._writer.drain()
+
+
+async def unless_gone(gone: Coroutine[Any, Any, None], work: Coroutine[Any, Any, _T], *, goes_on: bool = False) -> _T:
+    """Do some work unless its client hangs up first.
+
+    Args:
+        gone: ends when the client has hung up.
+        work: what is done.
+        goes_on: let the work end by itself where the client is gone; otherwise it is cancelled.
+
+    Raises:
+        ConnectionError: the client hung up.
+    """
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone)
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ConnectionResetError("the client hung up")
+        return working.result()
+    finally:
+        # Nobody may be left to take what the work comes to.
+        working.add_done_callback(lambda done: done.cancelled() or done.exception())
+        given_up = {leaving} if goes_on else {working, leaving}
+        for task in given_up:
+            task.cancel()
+        await asyncio.wait(given_up)
 
 
 def event_body(event: Any) -> dict[str, Any]:

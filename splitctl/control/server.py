@@ -6,7 +6,8 @@ Laws:
     2. A client of another user gets nothing.
     3. No client holds up another or the session: a line that does not come, an answer that is not read, too many
        connections and too many bytes end that connection alone.
-    4. A client that hangs up cancels its generation, and leaves its switch, save or restore to end by itself.
+    4. A client that hangs up cancels its generation and its check, and leaves its switch, save or restore to end by
+       itself.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from splitctl.control.connection import Connection, error_body, event_body
+from splitctl.control.connection import Connection, error_body, event_body, unless_gone
 from splitctl.control.requests import (
     MAX_REQUEST_BYTES,
     REQUESTS,
@@ -254,13 +255,14 @@ class ControlServer:
             case SwitchRequest():
                 await self._switch(request, line)
             case CheckRequest():
-                await line.result(await self._host.check(request.changes, request.options))
+                work = self._host.check(request.changes, request.options)
+                await line.result(await unless_gone(line.gone(), work))
             case GenerateRequest():
                 await self._generate(request, line)
             case SaveRequest():
-                await line.result(await self._host.save(request.path))
+                await line.result(await unless_gone(line.gone(), self._host.save(request.path), goes_on=True))
             case RestoreRequest():
-                await line.result(await self._host.restore(request.path))
+                await line.result(await unless_gone(line.gone(), self._host.restore(request.path), goes_on=True))
             case StopRequest():
                 await line.result(await self._stop(force=request.force))
             case EventsRequest():

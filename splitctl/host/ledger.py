@@ -289,7 +289,9 @@ class Ledger:
             job.n_reused = report.n_reused
             self.totals.n_reused += report.n_reused
         job.prompt_ms += ms
-        self._last_read = (report.n_done - report.n_reused, report.ms)
+        if job.n_read:
+            # One that is refused, or held already, says nothing of how fast prompts are read.
+            self._last_read = (job.n_read, report.ms)
         return None if job.is_over else job
 
     def _count_read(self, job: StreamJob, report: Reading) -> float:

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from splitctl.control import connection
+
 _T = TypeVar("_T")
 
 
@@ -53,30 +55,8 @@ class EventStream(Response):
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _T], *, goes_on: bool = False) -> _T:
-    """Do some work unless the client hangs up first; what it still sends is dropped.
-
-    Args:
-        receive: gives what the client sends.
-        work: what is done.
-        goes_on: let the work end by itself where the client is gone; otherwise it is cancelled.
-
-    Raises:
-        ConnectionError: it did.
-    """
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_hung_up(receive))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ConnectionResetError("the client hung up")
-        return working.result()
-    finally:
-        # Nobody may be left to take what the work comes to.
-        working.add_done_callback(lambda done: done.cancelled() or done.exception())
-        given_up = {leaving} if goes_on else {working, leaving}
-        for task in given_up:
-            task.cancel()
-        await asyncio.wait(given_up)
+    """Do some work unless the client hangs up first, as on the control socket; what it still sends is dropped."""
+    return await connection.unless_gone(_hung_up(receive), work, goes_on=goes_on)
 
 
 async def _hung_up(receive: Receive) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -59,6 +60,10 @@ class FakeHost:
         self.subscribed = threading.Event()
         self.unsubscribed = threading.Event()
         self.error: Exception | None = None
+        self.held: asyncio.Event | None = None
+        """Checks, saves and restores wait for it."""
+        self.at_work: queue.SimpleQueue[str] = queue.SimpleQueue()
+        """What began to wait, and how it ended."""
         self.is_switching = False
         self.was_cancelled = False
         self.n_cancelled = 0
@@ -106,17 +111,17 @@ class FakeHost:
 
     async def check(self, changes: Mapping[str, Any], options: SwitchOptions) -> dict[str, Any]:
         """Note the call."""
-        self._take("check", changes=dict(changes), options=options)
+        await self._work("check", changes=dict(changes), options=options)
         return {"is_unchanged": False}
 
     async def save(self, path: Path) -> dict[str, Any]:
         """Note the call."""
-        self._take("save", path=path)
+        await self._work("save", path=path)
         return {"n_bytes": 5}
 
     async def restore(self, path: Path) -> dict[str, Any]:
         """Note the call."""
-        self._take("restore", path=path)
+        await self._work("restore", path=path)
         return {}
 
     async def subscribe(self) -> AsyncIterator[dict[str, Any]]:
@@ -127,6 +132,18 @@ class FakeHost:
                 yield event
         finally:
             self.unsubscribed.set()
+
+    async def _work(self, name: str, **more: Any) -> None:
+        self._take(name, **more)
+        if self.held is None:
+            return
+        self.at_work.put("began")
+        end = "was given up"
+        try:
+            await self.held.wait()
+            end = "ended"
+        finally:
+            self.at_work.put(end)
 
     def _take(self, name: str, **more: Any) -> None:
         self.calls.append((name, more))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -262,6 +263,42 @@ def test_a_switch_is_cancelled_by_its_client_and_outlives_a_hung_up_one() -> Non
             while not messages or not isinstance(messages[-1], ControlAnswer):
                 messages += client.read()
         assert messages[-1] == ControlAnswer({"status": "cancelled"})
+
+
+@pytest.mark.parametrize(
+    ("request_", "end"),
+    [
+        (requests.CheckRequest(Changes()), "was given up"),
+        (requests.SaveRequest(Path("/a/b")), "ended"),
+        (requests.RestoreRequest(Path("/a/b")), "ended"),
+    ],
+)
+def test_who_hangs_up_is_let_go_of_while_the_session_works(request_: requests.ControlRequest, end: str) -> None:
+    """The connection is over at once: a check is given up, and what changes something ends by itself."""
+    with served() as here:
+        held = here.host.held = asyncio.Event()
+        with _raw(here.address) as raw:
+            raw.sendall(to_line(request_, requests.REQUESTS))
+            assert here.host.at_work.get(timeout=60) == "began"
+        while here.call(lambda: here.server.n_connections):
+            continue
+        if end == "ended":
+            assert here.host.at_work.empty()
+            here.call(held.set)
+        assert here.host.at_work.get(timeout=60) == end
+
+
+def test_who_has_no_more_to_say_gets_the_answer() -> None:
+    """A client that closes its sending half and waits has not hung up."""
+    with served() as here, _raw(here.address) as raw:
+        held = here.host.held = asyncio.Event()
+        raw.sendall(to_line(requests.SaveRequest(Path("/a/b")), requests.REQUESTS))
+        raw.shutdown(socket.SHUT_WR)
+        assert here.host.at_work.get(timeout=60) == "began"
+        # The server has looked for the client's end by then: it answers others in the same loop.
+        assert ask(here.address, StatusRequest())["state"] == "serving"
+        here.call(held.set)
+        assert _said(raw) == [{"result": {"n_bytes": 5}}]
 
 
 class _Broken(Exception):

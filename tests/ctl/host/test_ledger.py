@@ -281,6 +281,7 @@ def test_rates_are_those_of_what_was_read_and_drawn_lately() -> None:
     assert ledger.tokens_per_second == {"prompt": None, "generate": None}
     ledger = _running(2, _job(1), _job(2))
     ledger.reading(Reading(1, 3, 1, 4.0))
+    ledger.reading(Reading(2, 3, 3, 0.5))
     ledger.step(_step(1, 2, ms=0.001))
     assert ledger.tokens_per_second == {"prompt": 500.0, "generate": None}
     ledger.step(_step(1, 2, ms=8.0))
