@@ -88,15 +88,30 @@ class FileIdentity:
         return other
 
 
-def model_digest(headers: Iterable[GgufHeader]) -> str:
-    """Tell a model apart from all others, those with other weights under the same headers too: 32 hex digits.
+def statuses(files: Iterable[Path]) -> tuple[FileStatus | None, ...]:
+    """Say what the file system says of files now; None for one that it does not show."""
+    return tuple(map(_status, files))
+
+
+def model_digest(files: Iterable[Path]) -> str:
+    """Tell the files of a model apart from all others, those with other weights under the same headers too.
+
+    Returns:
+        32 hex digits.
 
     Raises:
-        FileChanged: a file is not the one that its header was read from.
+        BadModelFile, FileChanged: a file cannot be read, or is being written to.
     """
-    files = [FileIdentity.of(one) for one in headers]
-    told = "".join(one.header_xxh3_128 + one.samples_xxh3_128 for one in files)
+    found = [FileIdentity.of(read_header(path)) for path in files]
+    told = "".join(one.header_xxh3_128 + one.samples_xxh3_128 for one in found)
     return xxhash.xxh3_128_hexdigest(told.encode())
+
+
+def _status(path: Path) -> FileStatus | None:
+    try:
+        return FileStatus.of(path.stat())
+    except OSError:
+        return None
 
 
 def _samples(header: GgufHeader, file: BinaryIO) -> Iterator[bytes]:

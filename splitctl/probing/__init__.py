@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from splitctl.probing.probe import try_placement
 from splitctl.probing.reserve import can_reserve, reserve
-from splitctl.probing.verdicts import ProbeKey, ProbeVerdict, Verdict, VerdictCache, build_id, verdict_of_death
+from splitctl.probing.verdicts import (
+    ProbeKey,
+    ProbeVerdict,
+    Verdict,
+    VerdictCache,
+    build_id,
+    is_of_the_target,
+    verdict_of_death,
+)
 
 __all__ = [
     "ProbeKey",
@@ -13,6 +21,7 @@ __all__ = [
     "VerdictCache",
     "build_id",
     "can_reserve",
+    "is_of_the_target",
     "reserve",
     "try_placement",
     "verdict_of_death",

@@ -28,6 +28,11 @@ WINDOW_ROWS = 16
 TIE_SIGMAS = 4.0
 
 
+def is_sound(row: Logits) -> bool:
+    """Tell whether logits of any shape are numbers: a mask is minus infinity, and not all of them are masks."""
+    return not (np.isnan(row).any() or np.isposinf(row).any()) and bool(np.isfinite(row).any())
+
+
 def nmse_limit(type_k: str, type_v: str) -> float:
     """Give the normalised mean squared error beyond which a placement with these cache types is wrong."""
     return NMSE_LIMIT if {type_k, type_v} <= UNQUANTIZED else NMSE_LIMIT_QUANTIZED

@@ -15,7 +15,7 @@ import numpy as np
 from llama_native import CallFailed, Context, Library, LoadCancelled, Model
 from splitctl.engine.engine import context_params, model_params, resolve_threads
 from splitctl.placement import Placement, SplitMode
-from splitctl.probing.comparing import Logits, nmse, nmse_limit
+from splitctl.probing.comparing import Logits, is_sound, nmse, nmse_limit
 from splitctl.probing.computing import (
     SMALL_BYTES,
     ProbeCancelled,
@@ -84,17 +84,26 @@ def try_placement(
             raise ProbeCancelled
         on_stage(name)
 
-    def loading(_: float) -> bool:
-        return not is_cancelled()
+    def load(where: Placement, name: str) -> Model:
+        def loading(_: float) -> bool:
+            # A large model takes longer to load than a child may be silent.
+            on_stage(name)
+            return not is_cancelled()
+
+        stage(name)
+        return Model.load(library, model_path, model_params(where), progress=loading)
 
     target = _shrunk(placement)
     reference = dataclasses.replace(target, mode=SplitMode.LAYER, tensor_split=None)
     try:
-        stage("reference")
-        with Model.load(library, model_path, model_params(reference), progress=loading) as model:
+        with load(reference, "reference") as model:
             embeddings, wanted = _reference(model, reference)
-        stage("target: loading")
-        with Model.load(library, model_path, model_params(target), progress=loading) as model:
+    except LoadCancelled as error:
+        raise ProbeCancelled from error
+    except (CallFailed, _NoReference) as error:
+        return _without_reference(error)
+    try:
+        with load(target, "target: loading") as model:
             script = _script(model, target)
             got, state = _first_run(model, target, script, embeddings=embeddings, stage=stage)
             numbers = _compare(wanted, got, target)
@@ -109,8 +118,25 @@ def try_placement(
         why, is_short = why_failed(error)
         if is_short:
             return ProbeVerdict(Verdict.INCONCLUSIVE, f"not enough memory for the try ({why})")
+        # What fails in layer mode too by now (a file that is gone, a device that is lost) is not the mode's doing.
+        try:
+            load(reference, "reference again").close()
+        except LoadCancelled as cancelled:
+            raise ProbeCancelled from cancelled
+        except CallFailed as again:
+            return _without_reference(again)
         return ProbeVerdict(Verdict.FAILS, why)
     return ProbeVerdict(Verdict.OK, numbers=numbers)
+
+
+class _NoReference(Exception):
+    """Layer mode gives nothing to compare with."""
+
+
+def _without_reference(error: CallFailed | _NoReference) -> ProbeVerdict:
+    why, is_short = why_failed(error) if isinstance(error, CallFailed) else (str(error), False)
+    what = "not enough memory for the try" if is_short else "layer mode itself cannot be tried"
+    return ProbeVerdict(Verdict.INCONCLUSIVE, f"{what} ({why})")
 
 
 def _shrunk(placement: Placement) -> Placement:
@@ -221,10 +247,11 @@ def _reference(model: Model, placement: Placement) -> tuple[bool, list[Logits]]:
             if embeddings or error.function != "llama_get_logits_ith":
                 raise
             continue
+        if not all(map(is_sound, rows)):
+            raise _NoReference("it gives what is no number")
         if rows and all(np.any(row) for row in rows):
             return embeddings, rows
-    text = "layer mode gives nothing but zeros for this model; there is nothing to compare with"
-    raise Wrong(text)
+    raise _NoReference("it gives nothing but zeros")
 
 
 def _first_run(
@@ -271,7 +298,7 @@ def _restored_runs(
             stage(f"target: batches after the {number} restore")
             answers.append(_run(context, script.after, embeddings=embeddings))
     for first, second in zip(*answers, strict=True):
-        if not np.isfinite(first).all():
+        if not is_sound(first):
             raise Wrong("logits after a restore are not finite")
         if not np.any(first):
             raise Wrong("logits after a restore are all zero")
@@ -282,7 +309,7 @@ def _restored_runs(
 def _compare(wanted: Sequence[Logits], got: Sequence[Logits], placement: Placement) -> dict[str, float]:
     worst, agreed, n_rows = 0.0, 0, 0
     for mine, theirs in zip(got, wanted, strict=True):
-        if not np.isfinite(mine).all() and np.isfinite(theirs).all():
+        if not is_sound(mine):
             raise Wrong("its logits are not finite")
         if not np.any(mine):
             raise Wrong("its logits are all zero")

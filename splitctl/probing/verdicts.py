@@ -1,8 +1,10 @@
 """What a probe found, and the file that remembers it.
 
 Laws:
-    1. A verdict belongs to everything that could change it (`ProbeKey`): another build or head count asks again.
-    2. A result that a shortage of memory caused is not remembered: the next trial may have the memory.
+    1. A verdict belongs to everything that could change it (`ProbeKey`): another build or head count asks again. That a
+       mode works or dies holds for every model of a shape; wrong values and calls that fail belong to these weights.
+    2. Only what the mode itself did is remembered. What came of a shortage, of a file, of a signal from outside or of
+       the mode that it is compared with is tried again.
     3. The file is written whole to a temporary file and renamed; a damaged file counts as empty.
 """
 
@@ -16,7 +18,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -29,7 +31,10 @@ _FORMAT = 1
 _MAX_FILE_BYTES = 16 * 1024 * 1024
 _MAX_ENTRIES = 2000
 
-_SIGKILL = 9
+#: Signals that say nothing about a mode: sent by somebody else, or raised where a mapped file or memory is gone.
+_FROM_OUTSIDE = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGKILL", "SIGTERM", "SIGXCPU", "SIGXFSZ", "SIGBUS")
+#: What a child says before its work has begun, and while it tries the mode that another is compared with.
+_NOT_THE_TARGET = ("starting", "reference")
 
 
 class Verdict(enum.Enum):
@@ -40,6 +45,10 @@ class Verdict(enum.Enum):
     DIES = "dies"
     FAILS = "fails"
     INCONCLUSIVE = "inconclusive"
+
+
+#: Verdicts that hold for every model of a shape, whatever its weights.
+_OF_THE_SHAPE = frozenset({Verdict.OK, Verdict.DIES})
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +88,12 @@ class ProbeVerdict:
 def shape_of(facts: ModelFacts) -> str:
     """Name what a model's header says that can change a verdict; equal for models of one shape.
 
-    The architecture, and a hash of its sizes, heads, norms and memories.
+    The architecture, and a hash of its sizes, heads, norms and memories, and of its tensors with their types.
     """
     sizes = (
         facts.n_layer, facts.n_embd, facts.n_head, facts.n_head_kv, facts.n_embd_head_k, facts.n_embd_head_v,
         facts.n_swa, facts.n_expert, facts.max_alibi_bias, facts.has_k_norm, facts.is_mla, facts.n_embd_indexer,
-        facts.recurrence,
+        facts.recurrence, [(one.name, one.dims, one.type_id) for one in facts.tensors],
     )  # fmt: skip
     return f"{facts.architecture}-{hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]}"
 
@@ -183,17 +192,22 @@ def verdict_of_death(how: str, stage: str, log_tail: Sequence[str]) -> ProbeVerd
         log_tail: its last lines.
 
     Returns:
-        DIES, or INCONCLUSIVE when memory was short, it was killed, or layer mode itself died.
+        DIES, or INCONCLUSIVE when memory was short, somebody ended it, or layer mode itself died.
     """
     said = telling_line(log_tail)
     why = f"{how}: {said}" if said else how
     if is_shortage(log_tail):
         return ProbeVerdict(Verdict.INCONCLUSIVE, f"not enough memory for the try ({why})")
-    if f"signal {_SIGKILL} " in how:
+    if any(name in how for name in _FROM_OUTSIDE):
         return ProbeVerdict(Verdict.INCONCLUSIVE, f"the try was killed, perhaps for memory ({why})")
-    if stage.startswith("reference"):
+    if not is_of_the_target(stage):
         return ProbeVerdict(Verdict.INCONCLUSIVE, f"layer mode itself cannot be tried ({why})")
     return ProbeVerdict(Verdict.DIES, why)
+
+
+def is_of_the_target(stage: str) -> bool:
+    """Tell whether a child in a stage was at the placement that is tried, and not at its start or at layer mode."""
+    return not stage.startswith(_NOT_THE_TARGET)
 
 
 class VerdictCache:
@@ -207,9 +221,17 @@ class VerdictCache:
         """Name the file; its folder is made when the first verdict is kept."""
         self._path = path
 
-    def get(self, key: ProbeKey) -> ProbeVerdict | None:
-        """Look a verdict up; None when it is not known or the file cannot be read."""
-        plain = self._read().get(key.text())
+    def get(self, key: ProbeKey, weights: Callable[[], str] = str) -> ProbeVerdict | None:
+        """Look a verdict up; None when it is not known or the file cannot be read.
+
+        Args:
+            key: what was tried.
+            weights: gives what tells the model's files from all others; called only where that matters.
+        """
+        entries = self._read()
+        plain, of_weights = entries.get(key.text()), f"{key.text()}@"
+        if any(name.startswith(of_weights) for name in entries):
+            plain = entries.get(of_weights + weights(), plain)
         if not isinstance(plain, dict):
             return None
         try:
@@ -217,19 +239,26 @@ class VerdictCache:
         except ValueError:
             return None
 
-    def put(self, key: ProbeKey, verdict: ProbeVerdict) -> bool:
-        """Keep a verdict in place of an earlier one, unless it came of a shortage; tells whether it was kept.
+    def put(self, key: ProbeKey, verdict: ProbeVerdict, weights: Callable[[], str] = str) -> bool:
+        """Keep a verdict in place of an earlier one, unless it is inconclusive; tells whether it was kept.
+
+        Args:
+            key: what was tried.
+            verdict: what it came to.
+            weights: gives what tells the model's files from all others.
 
         Raises:
             OSError: the file cannot be written.
         """
         if verdict.verdict is Verdict.INCONCLUSIVE:
             return False
+        of_shape, of_weights = key.text(), f"{key.text()}@{weights()}"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._locked():
             entries = self._read()
-            entries.pop(key.text(), None)
-            entries[key.text()] = verdict.to_json()
+            entries.pop(of_shape, None)
+            entries.pop(of_weights, None)
+            entries[of_shape if verdict.verdict in _OF_THE_SHAPE else of_weights] = verdict.to_json()
             # The oldest go first; they belong to builds long replaced.
             for old in list(entries)[: max(0, len(entries) - _MAX_ENTRIES)]:
                 del entries[old]

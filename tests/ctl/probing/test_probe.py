@@ -5,18 +5,22 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llama_native import discover
+from llama_native import Library, discover
+from splitctl.ipc.jobs import Failure, Fault
 from splitctl.ipc.probes import Prober
+from splitctl.ipc.process import JobEnd
 from splitctl.model.facts import ModelFacts, read_facts
+from splitctl.model.header import TensorInfo
 from splitctl.placement import FlashAttn, Placement, SplitMode
-from splitctl.probing import ProbeKey, ProbeVerdict, Verdict, VerdictCache, build_id, verdict_of_death
+from splitctl.probing import ProbeKey, ProbeVerdict, Verdict, VerdictCache, build_id, try_placement, verdict_of_death
 from splitctl.probing.verdicts import shape_of
-from tests.stublib import build, needs_compiler, write_model
+from tests.stublib import build, needs_compiler, run_child, write_model
 from tools.make_dummies import make_many
 from tools.places import default_folder
 
@@ -99,6 +103,103 @@ def test_a_library_that_hangs_is_dead(tiny: Path) -> None:
 
 @needs_compiler
 @pytest.mark.stub
+@pytest.mark.parametrize(
+    "faults",
+    ["decode:abort:layer", "decode:fail:layer", "decode:nan:layer", "init:null:layer", "decode:hang:layer"],
+)
+def test_what_goes_wrong_in_layer_mode_is_not_put_on_another(tiny: Path, tmp_path: Path, faults: str) -> None:
+    """Whatever happens in the mode that the target is compared with, the try is inconclusive and not remembered."""
+    prober = Prober(build(), _env(STUB_FAULTS=faults), VerdictCache(tmp_path / "probes.json"), deadline_s=2.0)
+    assert prober(tiny, _TENSOR, read_facts(tiny)).verdict is Verdict.INCONCLUSIVE
+    assert not (tmp_path / "probes.json").exists()
+
+
+def _make_unreadable(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@needs_compiler
+@pytest.mark.stub
+@pytest.mark.parametrize(
+    "change",
+    [Path.unlink, _make_unreadable, lambda path: path.write_bytes(b"no model")],
+    ids=["gone", "a directory", "no model"],
+)
+def test_a_file_that_cannot_be_tried_says_nothing_about_the_build(
+    tiny: Path, tmp_path: Path, change: Callable[[Path], object]
+) -> None:
+    """A missing or unreadable file is inconclusive and not remembered: with a sound one the mode is tried."""
+    cache, facts, kept = VerdictCache(tmp_path / "probes.json"), read_facts(tiny), tiny.read_bytes()
+    change(tiny)
+    found = Prober(build(), _env(), cache)(tiny, _TENSOR, facts)
+    assert (found.verdict, (tmp_path / "probes.json").exists()) == (Verdict.INCONCLUSIVE, False)
+    if tiny.is_dir():
+        tiny.rmdir()
+    tiny.write_bytes(kept)
+    assert _ask(tiny, build(), _TENSOR, cache=cache).verdict is Verdict.OK
+
+
+@pytest.mark.parametrize("verdict", list(Verdict))
+def test_a_file_that_changes_during_a_try_leaves_no_verdict(
+    tiny: Path, tmp_path: Path, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a child found, it may have found it of other bytes."""
+
+    def replaced(*_: object, **__: object) -> JobEnd:
+        tiny.write_bytes(tiny.read_bytes())
+        return JobEnd(ProbeVerdict(verdict, "it seems so").to_json())
+
+    monkeypatch.setattr("splitctl.ipc.probes.run_job", replaced)
+    prober = Prober(Path("libllama.so"), {}, VerdictCache(tmp_path / "probes.json"))
+    assert prober(tiny, _TENSOR, read_facts(tiny)).verdict is Verdict.INCONCLUSIVE
+    assert not (tmp_path / "probes.json").exists()
+
+
+@pytest.mark.parametrize("fault", list(Fault))
+def test_a_child_that_gives_no_verdict_leaves_none(
+    tiny: Path, tmp_path: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child that ends with an error, ours too, or that cannot be started says nothing about the mode."""
+    ends = iter([JobEnd(error=Failure(fault, "Error", "it is gone")), OSError("no more processes")])
+
+    def ended(*_: object, **__: object) -> JobEnd:
+        if isinstance(end := next(ends), OSError):
+            raise end
+        return end
+
+    monkeypatch.setattr("splitctl.ipc.probes.run_job", ended)
+    prober = Prober(Path("libllama.so"), {}, VerdictCache(tmp_path / "probes.json"))
+    for said in ("it is gone", "no more processes"):
+        found = prober(tiny, _TENSOR, read_facts(tiny))
+        assert (found.verdict, said in found.why) == (Verdict.INCONCLUSIVE, True)
+    assert not (tmp_path / "probes.json").exists()
+
+
+def child_loses_the_file(path: str, model: str) -> list[Any]:
+    """Try a placement whose file disappears once layer mode has answered; tell the stages too."""
+    stages: list[str] = []
+
+    def on_stage(name: str) -> None:
+        stages.append(name)
+        if name.startswith("target"):
+            Path(model).unlink(missing_ok=True)
+
+    found = try_placement(Library.open(path), model, _TENSOR, on_stage=on_stage)
+    return [found.verdict.value, found.why, stages.count("reference")]
+
+
+@needs_compiler
+@pytest.mark.stub
+def test_a_file_that_is_lost_between_two_modes_is_not_the_second_ones_fault(tiny: Path) -> None:
+    """A call that fails in the target is tried again in layer mode first; a load says all along that it goes on."""
+    verdict, why, n_signs = run_child(child_loses_the_file, build(), tiny).value()
+    assert (verdict, "layer mode itself" in why) == ("inconclusive", True)
+    assert n_signs > 1
+
+
+@needs_compiler
+@pytest.mark.stub
 def test_a_cancelled_try_says_nothing_about_the_build(tiny: Path, tmp_path: Path) -> None:
     """A try that is stopped is inconclusive, and is not remembered."""
     cache = VerdictCache(tmp_path / "probes.json")
@@ -175,6 +276,38 @@ def test_a_verdict_belongs_to_everything_that_could_change_it(tmp_path: Path, ch
     assert cache.get(_key(**change)) is None
 
 
+@pytest.mark.parametrize("verdict", [Verdict.WRONG, Verdict.FAILS])
+def test_what_may_lie_in_the_weights_is_remembered_of_them_alone(tmp_path: Path, verdict: Verdict) -> None:
+    """Wrong values and failing calls count for the file that was tried; that a mode works or dies, for its shape."""
+    cache, bad = VerdictCache(tmp_path / "probes.json"), ProbeVerdict(verdict, "its logits are not finite")
+    cache.put(_key(), _OK, lambda: "sound")
+    cache.put(_key(), bad, lambda: "damaged")
+    assert cache.get(_key(), lambda: "damaged") == dataclasses.replace(bad, remembered=True)
+    assert cache.get(_key(), lambda: "sound") is None
+    cache.put(_key(), _OK, lambda: "sound")
+    assert cache.get(_key(), lambda: "damaged") == dataclasses.replace(bad, remembered=True)
+    for name in ("sound", "never seen"):
+        assert cache.get(_key(), lambda name=name: name) == dataclasses.replace(_OK, remembered=True)  # type: ignore[misc]
+    cache.put(_key(), ProbeVerdict(Verdict.DIES, "an abort"), lambda: "damaged")
+    for name in ("damaged", "sound", "never seen"):
+        found = cache.get(_key(), lambda name=name: name)  # type: ignore[misc]
+        assert found is not None
+        assert found.verdict is Verdict.DIES
+
+
+@needs_compiler
+@pytest.mark.stub
+def test_a_verdict_on_damaged_weights_does_not_outlive_them(tmp_path: Path) -> None:
+    """A file that was tried and found wrong is tried anew when a sound one, under the same header, takes its place."""
+    path, cache = tmp_path / "model.gguf", VerdictCache(tmp_path / "probes.json")
+    write_model(path, weights=b"damaged!" * 64)
+    assert _ask(path, build(), _TENSOR, cache=cache, STUB_FAULTS="decode:nan:tensor").verdict is Verdict.WRONG
+    again = _ask(path, build(), _TENSOR, cache=cache)
+    assert (again.verdict, again.remembered) == (Verdict.WRONG, True)
+    write_model(path, weights=b"sound!!!" * 64)
+    assert _ask(path, build(), _TENSOR, cache=cache).verdict is Verdict.OK
+
+
 @pytest.mark.parametrize(
     "raw",
     [
@@ -227,6 +360,26 @@ def test_a_shape_is_told_by_heads_and_norms(tiny: Path, change: dict[str, Any]) 
     facts: ModelFacts = read_facts(tiny)
     assert shape_of(facts) == shape_of(dataclasses.replace(facts, path=Path("/elsewhere"), name="other"))
     assert shape_of(facts) != shape_of(dataclasses.replace(facts, **change))
+
+
+@pytest.mark.parametrize("change", [{"type_id": 2}, {"dims": (32, 64)}, {"name": "blk.0.attn_q.bias"}])
+def test_a_shape_is_told_by_its_tensors(tiny: Path, change: dict[str, Any]) -> None:
+    """Another quantization, another width or another tensor is another shape: a split is cut by whole blocks."""
+    tensor = TensorInfo("blk.0.attn_q.weight", (64, 64), 0, 16384, 0)
+    plain, other = (
+        dataclasses.replace(read_facts(tiny), tensors=(one,)) for one in (tensor, dataclasses.replace(tensor, **change))
+    )
+    assert shape_of(plain) != shape_of(other)
+
+
+@pytest.mark.parametrize("signal", ["SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGKILL", "SIGXCPU", "SIGBUS"])
+def test_a_child_that_somebody_ended_says_nothing_about_the_build(signal: str) -> None:
+    """Neither a signal from outside, nor a mapped file that is cut short, nor a child that never began is a death."""
+    how = f"died by signal 1 ({signal}) while target: loading"
+    assert verdict_of_death(how, "target: loading", ()).verdict is Verdict.INCONCLUSIVE
+    assert verdict_of_death("ended with status 1", "starting", ()).verdict is Verdict.INCONCLUSIVE
+    assert verdict_of_death("ended with status 1", "reference again", ()).verdict is Verdict.INCONCLUSIVE
+    assert verdict_of_death("died by signal 11 (SIGSEGV)", "target: loading", ()).verdict is Verdict.DIES
 
 
 def test_a_death_for_want_of_memory_says_nothing_about_the_build() -> None:

@@ -27,6 +27,7 @@ from splitctl.ipc import verifying
 from splitctl.ipc.probes import Prober
 from splitctl.ipc.verifying import Verification, Verifier, VerifyReport
 from splitctl.model.facts import read_facts
+from splitctl.model.identity import model_digest
 from splitctl.placement import FlashAttn, Placement, SplitMode
 from splitctl.probing import ProbeKey, ProbeVerdict, Verdict, VerdictCache
 from splitctl.probing.comparing import TIE_SIGMAS, WINDOW_ROWS, Tally, is_tie, nmse, nmse_limit, surprise
@@ -359,7 +360,8 @@ def test_a_shortage_is_not_remembered(tiny: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("faults", ["load:abort:layer", "decode:nan:layer", "decode:fail:layer"])
 def test_what_goes_wrong_in_the_reference_is_not_remembered(tiny: Path, tmp_path: Path, faults: str) -> None:
     """What nothing is compared with may be wrong for its file's sake: it is shown, and not kept."""
-    report = Verifier(_env(STUB_FAULTS=faults), VerdictCache(tmp_path / "probes.json"))(_asked(tiny, build()))
+    verifier = Verifier(_env(STUB_FAULTS=faults), VerdictCache(tmp_path / "probes.json"))
+    report = verifier(_asked(tiny, build(), _TENSOR_ONLY))
     assert (report.cells[0]["verdict"] != "ok", report.remembered) == (True, 0)
     assert not (tmp_path / "probes.json").exists()
 
@@ -405,7 +407,8 @@ def test_what_is_known_counts_in_layer_mode_too(tiny: Path, tmp_path: Path) -> N
     wrong = ProbeVerdict(Verdict.WRONG, "NMSE 0.5 (limit 0.1)")
     for flash in (FlashAttn.AUTO, FlashAttn.ON):
         placement = _BASE.changed(type_k="f32", type_v="f32", flash_attn=flash)
-        cache.put(ProbeKey.of(build(), facts, placement, ("STUB0", "STUB1")), wrong)
+        key = ProbeKey.of(build(), facts, placement, ("STUB0", "STUB1"))
+        cache.put(key, wrong, lambda: model_digest(facts.files))
     seen = run_child(child_with_what_is_known, build(), tiny, tmp_path / "probes.json").value()
     assert "came to: wrong (NMSE 0.5 (limit 0.1))" in seen["opened"]
     assert (seen["status"], seen["type"]) == ("refused", "f16")
