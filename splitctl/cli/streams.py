@@ -12,10 +12,7 @@ import errno
 import os
 import sys
 from io import BufferedWriter, FileIO, TextIOWrapper
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
+from typing import Any
 
 _STDIN, _STDOUT, _STDERR = range(3)
 
@@ -33,7 +30,7 @@ class OutputLost(Exception):
 
 
 class _Output(FileIO):
-    def write(self, data: ReadableBuffer, /) -> int:
+    def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
@@ -41,7 +38,7 @@ class _Output(FileIO):
 
 
 class _Notes(FileIO):
-    def write(self, data: ReadableBuffer, /) -> int:
+    def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError:
