@@ -47,6 +47,7 @@ class Form:
         is_chat: whether the answer is a message.
         with_usage: whether a stream ends with the counts.
         with_tokens: whether the tokens' ids stand beside their text.
+        build: of the library; empty where it is not known.
     """
 
     number: str
@@ -55,6 +56,7 @@ class Form:
     is_chat: bool
     with_usage: bool = False
     with_tokens: bool = False
+    build: str = ""
 
     def whole(self, text: str, done: Done, tokens: Sequence[int] = ()) -> dict[str, Any]:
         """Give a whole answer."""
@@ -99,7 +101,8 @@ class Form:
 
     def _head(self, kind: str) -> dict[str, Any]:
         name = "chatcmpl" if self.is_chat else "cmpl"
-        return {"id": f"{name}-{self.number}", "object": kind, "created": self.created, "model": self.model}
+        head = {"id": f"{name}-{self.number}", "object": kind, "created": self.created, "model": self.model}
+        return {**head, "system_fingerprint": self.build or None}
 
 
 def usage(done: Done) -> dict[str, Any]:

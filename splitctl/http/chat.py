@@ -143,6 +143,7 @@ class Chat:
             is_chat=asked.is_chat,
             with_usage=asked.with_usage,
             with_tokens=asked.with_tokens,
+            build=str((self._host.status().get("model") or {}).get("build") or ""),
         )
         answer = self.begin(n_bytes)
         try:

@@ -75,3 +75,12 @@ def test_a_full_context_is_told_from_a_limit(why: Why, finish_reason: str, stop_
         for body in (form.whole("abc", done), form.last(done)):
             assert (body["stop_type"], body["truncated"]) == (stop_type, truncated)
             assert body["choices"][0]["finish_reason"] == finish_reason
+
+
+def test_every_part_names_the_build() -> None:
+    """It is OpenAI's system_fingerprint, as in llama-server; null where it is not known."""
+    done = Done(Why.EOS, n_prompt=5, n_predicted=3)
+    for build, said in (("b1234-abc", "b1234-abc"), ("", None)):
+        form = answers.Form("1", "m", 7, is_chat=True, build=build)
+        parts = (form.first() or {}, form.piece("a"), form.last(done), form.counts(done), form.whole("a", done))
+        assert [part["system_fingerprint"] for part in parts] == [said] * 5
