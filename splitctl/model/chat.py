@@ -46,7 +46,8 @@ class ChatTemplateFailed(SplitctlError):
 
     def __str__(self) -> str:
         """Name the fault and what to do."""
-        return f"the model's chat template cannot be used: {self.why}; leave out --chat and give the prompt as raw text"
+        way_out = "give the prompt as raw text: without --chat, to /v1/completions"
+        return f"the model's chat template cannot be used: {self.why}; {way_out}"
 
 
 def render(

@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.model, pytest.mark.stub, pytest.mark.slow, needs_compi
 CHAT = "/v1/chat/completions"
 KEY = "a-key-of-this-test"
 SAYS = [{"role": "user", "content": "Name three colours."}]
+CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,37 @@ def test_the_official_client_chats(client: openai.OpenAI) -> None:
     assert "".join(one.choices[0].delta.content or "" for one in chunks if one.choices) == text
     assert [one.choices[0].finish_reason for one in chunks if one.choices][-1] == "length"
     assert chunks[-1].usage.completion_tokens == 12
+
+
+def test_an_answer_goes_on_where_it_was_cut(client: openai.OpenAI) -> None:
+    """The rest of a greedy answer comes, and no new one: the last message is neither closed nor followed by a turn."""
+    asked = {"model": "any", "temperature": 0.0, "max_tokens": 8}
+    text = client.chat.completions.create(messages=SAYS, **asked).choices[0].message.content  # type: ignore[call-overload]
+    said = text[: text.index(" ", len(text) // 2)]
+    messages = [*SAYS, {"role": "assistant", "content": said}]
+    goes_on = {"continue_final_message": True, "add_generation_prompt": False}
+    rest = client.chat.completions.create(messages=messages, **asked, extra_body=goes_on)  # type: ignore[call-overload]
+    assert (said + rest.choices[0].message.content).startswith(text)
+
+
+def test_messages_are_read_in_every_form(client: openai.OpenAI) -> None:
+    """Parts, a developer's message and null content give the tokens of the same chat as the template writes it."""
+
+    def n_prompt(*messages: dict[str, object]) -> int:
+        answer = client.chat.completions.create(model="any", messages=messages, max_tokens=1)  # type: ignore[call-overload]
+        return int(answer.usage.prompt_tokens)
+
+    parts = [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind."}]
+    silent, empty = {"role": "assistant", "content": None}, {"role": "assistant", "content": ""}
+    plain = n_prompt({"role": "system", "content": "Be brief.\nBe kind."}, *SAYS, empty, *SAYS)
+    assert n_prompt({"role": "developer", "content": parts}, *SAYS, silent, *SAYS) == plain
+
+
+def test_what_the_model_would_not_see_is_refused(client: openai.OpenAI) -> None:
+    """SmolLM2's template writes no calls of tools: they are not dropped in silence."""
+    called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    with pytest.raises(openai.BadRequestError, match="template cannot be used: it leaves out tool_calls"):
+        client.chat.completions.create(model="any", messages=[*SAYS, called], max_tokens=1)  # type: ignore[list-item]
 
 
 def test_the_official_client_completes(client: openai.OpenAI) -> None:
@@ -239,10 +271,13 @@ def test_other_pages_are_turned_away(stub: Web) -> None:
         ({"messages": SAYS, "max_tokens": 1.5}, "max_tokens"),
         ({"messages": SAYS, "seed": "x"}, "seed"),
         ({"messages": SAYS, "stream": 1}, "stream"),
-        ({"messages": SAYS, "stop": [""]}, "stop"),
+        ({"messages": SAYS, "stop": [5]}, "stop"),
         ({"messages": SAYS, "stop": ["x"] * 99}, "stop"),
         ({"messages": SAYS, "stream_options": {}, "model": 5}, "model"),
         ({"messages": SAYS, "frequency_penalty": 1}, "frequency_penalty"),
+        ({"messages": SAYS, "tempature": 0}, "tempature"),
+        ({"messages": [{**SAYS[0], "refusal": "no"}]}, "messages"),
+        ({"messages": SAYS, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "messages"),
         (b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}', "temperature"),
     ],
