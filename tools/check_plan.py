@@ -30,7 +30,7 @@ from splitctl.planning.cells import cache_tensors
 from splitctl.planning.memory import DeviceFacts, ModePlan, plan_mode
 from tools.check_plan_child import settled
 from tools.children import run_child
-from tools.make_dummies import make_many
+from tools.make_dummies import make_many, recipes
 from tools.places import builds_folder, default_folder, models_folder
 from tools.rpc_server import served
 
@@ -167,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def check(case: Case) -> Checked:
     """Load a case's model and compare."""
     with ExitStack() as stack:
-        path = _model(case.model)
+        path = model_of(case.model)
         facts = read_facts(path)
         found = Checked(case.name, facts.architecture)
         library = _python_build() if case.rpc else None
@@ -291,16 +291,21 @@ def _fullest_cache(facts: ModelFacts, plan: ModePlan) -> int:
     return sum(max(each) for each in sums.values())
 
 
-def _model(name: str) -> Path:
-    """Find a model, or make it of its recipe."""
+def model_of(name: str) -> Path:
+    """Find a model, or make it of its recipe.
+
+    Raises:
+        SystemExit: a real model is not there, or the recipe's cannot be made.
+    """
     real = models_folder() / f"{name}.gguf"
     if real.exists():
         return real
-    for _, path, why in make_many(default_folder(), [name]):
-        if path is None:
-            raise SystemExit(f"check_plan: {name} cannot be made: {why}")
-        return path
-    raise SystemExit(f"check_plan: there is no recipe {name}")
+    if name not in recipes():
+        raise SystemExit(f"check_plan: {real} is not there: run ci/model {name}, or leave its cases out with --only")
+    ((_, path, why),) = make_many(default_folder(), [name])
+    if path is None:
+        raise SystemExit(f"check_plan: {name} cannot be made: {why}")
+    return path
 
 
 def _python_build() -> Path:
