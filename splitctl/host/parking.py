@@ -146,7 +146,9 @@ def park(
         CarryNotWritten: the disk or the path does not allow it.
         OSError: the folder cannot be made.
     """
-    path.parent.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
+    # Something else in the folder's place is named by the write.
+    with suppress(FileExistsError):
+        path.parent.mkdir(mode=_PRIVATE, parents=True)
     whole = _with_state(sequences, sealed)
     if whole is not None:
         with suppress(CarryNotWritten):

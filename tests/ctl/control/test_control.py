@@ -109,7 +109,7 @@ BAD: list[tuple[bytes, str]] = [
     (b'{"kind":"switch","changes":{"devices":["\\ud800"]}}', "devices"),
     (b'{"kind":"switch","changes":{"devices":["a\\u0000"]}}', "devices"),
     (b'{"kind":"switch","changes":{"devices":[' + b'"a",' * 200 + b'"a"]}}', "devices"),
-    (b'{"kind":"switch","changes":{"tensor_split":[1' + b"0" * 400 + b"]}}", "placement"),
+    (b'{"kind":"switch","changes":{"tensor_split":[1' + b"0" * 400 + b"]}}", "tensor_split"),
     (b'{"kind":"switch","changes":{"tensor_split":[NaN]}}', "tensor_split"),
     (b'{"kind":"switch","changes":{},"proof":"faith"}', "proof"),
     (b'{"kind":"switch","changes":{},"timeout_s":-1}', "timeout_s"),
