@@ -163,7 +163,7 @@ def _check_part(section: Section, part: CacheFacts | RecurrentFacts, where: str)
         for number, stream in section.filled():
             _check_widths(stream.offset, stream.keys, part.k, f"{where} stream {number} K")
             _check_widths(stream.offset, stream.values, part.v, f"{where} stream {number} V")
-    elif isinstance(section, RecurrentSection) and isinstance(part, RecurrentFacts):
+    elif isinstance(section, RecurrentSection) and isinstance(part, RecurrentFacts):  # pragma: no branch - kinds agree
         _check_widths(section.offset, [layer.r for layer in section.layers], (part.r,) * part.n_layers, f"{where} R")
         _check_widths(section.offset, [layer.s for layer in section.layers], (part.s,) * part.n_layers, f"{where} S")
 

@@ -5,7 +5,17 @@ import pytest
 from statecodec import FindingCode, findings, parse
 from tests.codec.cases import CASES
 from tests.codec.goldens import MANIFEST, golden
-from tests.codec.synthetic import Attention, Cell, Recurrent, cells, context, memory, sequence, sequence_file
+from tests.codec.synthetic import (
+    Attention,
+    Cell,
+    Recurrent,
+    cells,
+    context,
+    memory,
+    sequence,
+    sequence_file,
+    session_file,
+)
 
 
 def codes(data: bytes) -> list[tuple[FindingCode, int | None]]:
@@ -52,6 +62,15 @@ def test_tokens_and_rows_of_a_file_are_compared(n_tokens: int, agrees: bool) -> 
     """A file has as many tokens as rows, or one more that is to be read again."""
     data = sequence_file(memory(Attention((cells(3),))), 3, tuple(range(n_tokens)))
     assert codes(data) == ([] if agrees else [(FindingCode.TOKENS_DISAGREE, 0)])
+
+
+def test_tokens_that_nothing_is_held_of_are_told() -> None:
+    """A file lists tokens and its memory has no cell; without tokens, or without a memory, that is as it should be."""
+    empty = Attention(((),))
+    told = [(FindingCode.TOKENS_DISAGREE, None)]
+    assert codes(sequence_file(memory(empty), 3)) == codes(session_file(context(empty), 11)) == told
+    assert codes(sequence_file(memory(empty), 3, ())) == codes(session_file(context(empty), 11, ())) == []
+    assert codes(sequence_file(b"", 3, ())) == []
 
 
 def test_findings_are_sentences() -> None:
