@@ -148,19 +148,6 @@ class LiveSession:
         room = context.n_ctx if unified or self.placement.n_seq_max == 1 else context.n_ctx_seq
         return ContextFull(held, n_new, room) if held + n_new > room else None
 
-    def check_tokens(self, tokens: Sequence[int]) -> None:
-        """Refuse an empty prompt, and tokens that the vocabulary does not have.
-
-        Raises:
-            ConfigInvalid: with what was found.
-        """
-        if not len(tokens):
-            raise ConfigInvalid("tokens", "none", "at least one token (the prompt is empty)")
-        n_vocab = self.n_vocab
-        for token in tokens:
-            if not 0 <= token < n_vocab:
-                raise ConfigInvalid("tokens", token, f"0 to {n_vocab - 1}, the model's vocabulary")
-
     def is_full(self, seq_id: int) -> bool:
         """Tell whether a sequence's newest token is the last that its memory has a cell for."""
         slot = self.slots[seq_id]

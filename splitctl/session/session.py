@@ -16,11 +16,11 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Literal, Self
 
 from llama_native import HandleClosed, Library
-from splitctl.engine.engine import LoadedAdapter
 from splitctl.errors import ConfigInvalid, Reason
 from splitctl.ipc.stop_texts import StopTexts
 from splitctl.outcome import Proof, Stage, SwitchOptions, SwitchOutcome
-from splitctl.placement import Placement
+from splitctl.placement import Placement, whole
+from splitctl.session import arguments
 from splitctl.session.decoder import Decoder
 from splitctl.session.opening import open_parts
 from splitctl.switching.checking import Checked
@@ -109,9 +109,9 @@ class Session:
         """
         parts = open_parts(
             os.fspath(model_path),
-            placement or Placement(),
+            Placement() if placement is None else arguments.placement_of(placement),
             library,
-            [LoadedAdapter(os.fspath(path), scale) for path, scale in adapters],
+            arguments.adapters_of(adapters),
             embeddings=embeddings,
             prober=prober,
             cancel=cancel,
@@ -190,6 +190,7 @@ class Session:
 
         It waits for nobody who reads or generates; while a switch has no model, it waits for its end.
         """
+        text = arguments.text_of(text)
         with suppress(HandleClosed):
             return self.model.tokenize(text, add_special=add_special, parse_special=parse_special)
         with self._working("tokenizing"):
@@ -214,8 +215,7 @@ class Session:
             ContextFull: there is no room; nothing was decoded.
             Cancelled: the cancel flag was set; the sequence keeps what was read.
         """
-        slot = self._slot(seq_id)
-        self._live.check_tokens(tokens)
+        slot, tokens = self._slot(seq_id), arguments.tokens_of(tokens, self._live.n_vocab)
         with self._working("reading a prompt"):
             if self._live.is_encoder_decoder and not slot.encoder_tokens.size:
                 self._decoder.encode_prompt(slot, tokens)
@@ -248,11 +248,13 @@ class Session:
             self.set_sampler(sampler, seq_id)
         own = self._slot(seq_id).sampler
         held = StopTexts(own.spec.stop if own is not None else ())
-        made = 0
+        made, n = 0, arguments.count_of("n", n)
         while n < 0 or made < n:
-            token = self.advance((seq_id,))[seq_id]
+            with self._working("generating"):
+                token = self._decoder.advance([self._slot(seq_id)])[seq_id]
+                is_full = self._live.is_full(seq_id)
             made += 1
-            piece, is_full = held.feed(token.piece), self._live.is_full(seq_id)
+            piece = held.feed(token.piece)
             if token.is_end or is_full or made == n:
                 piece += held.rest()
             yield dataclasses.replace(token, piece=piece, is_stop=held.hit)
@@ -273,7 +275,7 @@ class Session:
             ContextFull: there is no room.
         """
         with self._working("generating"):
-            return self._decoder.advance([self._slot(seq_id) for seq_id in seq_ids])
+            return self._decoder.advance([self._slot(seq_id) for seq_id in arguments.sequences_of(seq_ids)])
 
     def fill(
         self,
@@ -295,8 +297,7 @@ class Session:
         Raises:
             ConfigInvalid: no token, one outside the vocabulary, or more than an encoder reads at once.
         """
-        slot = self._slot(seq_id)
-        self._live.check_tokens(tokens)
+        slot, tokens = self._slot(seq_id), arguments.tokens_of(tokens, self._live.n_vocab)
         with self._working("making ready for a prompt"):
             return self._decoder.fill(slot, tokens, n_delivered=n_delivered, encoder_tokens=encoder_tokens)
 
@@ -363,7 +364,8 @@ class Session:
 
     def why_full(self, seq_id: int, n_new: int) -> ContextFull | None:
         """Return the error that so many more tokens would be; None where they fit. A unified cache counts as one."""
-        return self._live.why_full(seq_id, n_new)
+        with self._working("counting its room"):
+            return self._live.why_full(self._slot(seq_id).seq_id, n_new)
 
     def sequences(self) -> tuple[SequenceCarry, ...]:
         """Return what every sequence holds that holds anything; the logits are shared, the rest copied."""
@@ -373,7 +375,7 @@ class Session:
     def set_sampler(self, spec: SamplerSpec, seq_id: int = 0) -> None:
         """Draw a sequence's next tokens by ``spec``; the same one again goes on where it is."""
         with self._working("setting a sampler"):
-            slot = self._slot(seq_id)
+            slot, spec = self._slot(seq_id), arguments.sampler_of(spec)
             if slot.sampler is None or slot.sampler.spec != spec:
                 self._decoder.put_sampler(slot, spec, 0)
 
@@ -401,7 +403,7 @@ class Session:
             ConfigInvalid: more tokens than the sequence holds, or none.
         """
         with self._working("rewinding"):
-            slot = self._slot(seq_id)
+            slot, n_tokens = self._slot(seq_id), arguments.count_of("n_tokens", n_tokens)
             if not 0 < n_tokens <= slot.n_past:
                 raise ConfigInvalid("n_tokens", n_tokens, f"1 to {slot.n_past}")
             self._decoder.cut(slot, n_tokens)
@@ -415,6 +417,7 @@ class Session:
         """
         with self._working("shifting a context"):
             slot = self._slot(seq_id)
+            n_keep, n_discard = arguments.count_of("n_keep", n_keep), arguments.count_of("n_discard", n_discard)
             self._decoder.refuse_shift()
             self._decoder.decode_pending([slot])
             if n_keep < 0 or n_discard <= 0 or n_keep + n_discard >= slot.n_past:
@@ -435,7 +438,7 @@ class Session:
         """
         self._refuse_gone()
         options = options or SwitchOptions()
-        target = complete(target, self._live.placement)
+        target = complete(arguments.placement_of(target), self._live.placement)
         if not self._live.placement.differs(target):
             return Checked(target, options)
         return self._checker.switching(self._live, target, options)
@@ -455,7 +458,7 @@ class Session:
 
         Args:
             target: the whole placement wanted (``session.placement.changed(mode=...)`` makes one).
-            proof: how the restored state is proved.
+            proof: how the restored state is proved, or its word.
             convert: False refuses a target that needs the carry converted.
             force: skip the rules, the probe and what the planner says does not fit; structural checks stay.
             timeout_s: how long to wait for the token boundary, seconds; None: as long as it takes.
@@ -467,11 +470,12 @@ class Session:
 
         Raises:
             Busy: another switch is under way, or the call comes from inside a callback.
+            ConfigInvalid: an argument is of another kind.
             Parked: the session serves no more.
         """
-        live = self._live
-        target = complete(target, live.placement)
-        found = checked
+        live, found = self._live, checked
+        target, timeout_s = complete(arguments.placement_of(target), live.placement), arguments.timeout_of(timeout_s)
+        proof = arguments.proof_of(proof)
         options = checked.options if checked is not None else SwitchOptions(proof, convert=convert, force=force)
 
         def check() -> tuple[Reason, ...]:
@@ -508,7 +512,8 @@ class Session:
             Bytes held for carries now; what would not leave the host as much again stays unreserved.
         """
         with self._working("reserving memory"):
-            return self._live.reserve(n_tokens, n_copies=2 if proof is Proof.BYTES else 1)
+            n_copies = 2 if arguments.proof_of(proof) is Proof.BYTES else 1
+            return self._live.reserve(arguments.count_of("n_tokens", n_tokens), n_copies=n_copies)
 
     def save(self, path: str | os.PathLike[str]) -> int:
         """Write the whole session (state, tokens, logits, samplers) to one file; returns its bytes.
@@ -584,8 +589,9 @@ class Session:
         if self.stage in {Stage.PARKED, Stage.CLOSED}:
             raise self._effects.gone(self._switcher.state)
 
-    def _slot(self, seq_id: int) -> Slot:
-        slot = self._live.slots.get(seq_id)
+    def _slot(self, seq_id: object) -> Slot:
+        number = whole(seq_id)
+        slot = None if number is None else self._live.slots.get(number)
         if slot is None:
             n = len(self._live.slots)
             raise ConfigInvalid("seq_id", seq_id, f"0 to {n - 1} (n_seq_max is {n})")

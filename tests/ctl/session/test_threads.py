@@ -98,3 +98,35 @@ def test_a_thread_that_generates_without_a_pause_starves_nobody(model: Path) -> 
     """Whoever asks waits for the token under way, and for one more at most."""
     waited = run_child(child_fair, build(), model).value()
     assert max(waited) <= 2
+
+
+def child_generates_across(path: str, model: str) -> dict[str, Any]:
+    library, stub = Library.open(path), Stub(path)
+    session = scenes.start(library, model, Scene())
+    tokens = session.generate()
+    next(tokens)
+    stub.faults("load:hang:tensor@1")
+    switching = threading.Thread(target=lambda: session.switch(session.placement.changed(mode=SplitMode.TENSOR)))
+    switching.start()
+    stub.wait_hanging()
+    found: dict[str, Any] = {}
+
+    def go_on() -> None:
+        try:
+            found["next"] = next(tokens).pos
+        except Exception as error:  # noqa: BLE001 - it goes into the report
+            found["next"] = f"{type(error).__name__}: {error}"
+
+    asker = threading.Thread(target=go_on)
+    asker.start()
+    stub.release()
+    for thread in (switching, asker):
+        thread.join(GUARD_S)
+    return {**found, "n": len(session.tokens()), "mode": session.placement.mode.value}
+
+
+def test_a_generation_without_a_limit_goes_on_after_a_switch_of_another_thread(model: Path) -> None:
+    """Whether the context is full is asked with the turn: while a switch has none, there is nothing to ask."""
+    found = run_child(child_generates_across, build(), model).value()
+    assert found["mode"] == "tensor"
+    assert found["next"] == found["n"] - 1
