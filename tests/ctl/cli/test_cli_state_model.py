@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import statecodec
-from splitctl.cli.state_facts import read_state, state_facts
 from splitctl.cli.state_file import NothingKept, opened, repaired
 from splitctl.model.facts import ModelFacts, read_facts
 from splitctl.placement import Placement
 from splitctl.planning.cells import cache_tensors
+from splitctl.switching.state_facts import read_state, state_facts
 from statecodec import (
     AttentionSection,
     CacheFacts,
@@ -187,7 +187,9 @@ def test_a_window_of_builds_that_had_none_is_of_its_model(models: dict[str, Mode
     assert not is_of(b"".join(emit(replace(image, sections=(base,)))), facts)
 
 
-@pytest.mark.parametrize("name", ["qwen4exp", "minimax-m3", "dots3note", "lfm2", "glm5-next", "mamba", "bert"])
+@pytest.mark.parametrize(
+    "name", ["qwen4exp", "minimax-m3", "dots3note", "lfm2", "glm5-next", "t5encoder", "mamba", "bert"]
+)
 def test_parts_hold_every_row_of_the_cache(name: str, tmp_path: Path) -> None:
     """What a context is planned to keep of each layer is what its states are judged by, in the library's order."""
     assert name in recipes()
