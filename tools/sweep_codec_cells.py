@@ -28,11 +28,11 @@ from llama_native import (
     state_set,
     state_size,
 )
-from splitctl.cli.state_facts import state_facts
 from splitctl.engine.engine import context_params, model_params
 from splitctl.model.facts import ModelFacts, read_facts
 from splitctl.placement import FlashAttn, Placement
 from splitctl.switching import tables
+from splitctl.switching.state_facts import state_facts
 from statecodec import AttentionSection, RecurrentSection, StateImage, TensorType
 from tools.children import say
 from tools.sweep_cells import LAYOUTS, Mismatch, fill, guarded, need, placement_of

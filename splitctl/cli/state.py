@@ -24,11 +24,11 @@ from splitctl.cli.options import Parsed
 from splitctl.cli.output import ExitCode, Screen, error_body, one_line, print_json
 from splitctl.cli.state_convert import Wanted
 from splitctl.cli.state_diff import Comparison, compare
-from splitctl.cli.state_facts import state_facts
 from splitctl.cli.state_file import NothingKept, StateFile, opened, refuse_part, repaired
 from splitctl.errors import BadModelFile, CarryDamaged, SplitctlError
 from splitctl.model.facts import ModelFacts, read_facts
 from splitctl.placement import KV_TYPES
+from splitctl.switching.state_facts import state_facts
 from statecodec import Rotation, StateCodecError, StateFormatError, StateImage, TensorType
 
 _files = click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE...")

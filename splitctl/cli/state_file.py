@@ -24,9 +24,9 @@ from types import FrameType
 import statecodec
 from splitctl.carry import file as carries
 from splitctl.carry.text import Words, from_texts
-from splitctl.cli.state_facts import read_state, state_facts
 from splitctl.errors import CarryDamaged, SplitctlError
 from splitctl.model.facts import ModelFacts
+from splitctl.switching.state_facts import read_state, state_facts
 from statecodec import Carried, Salvage, StateFormatError, StateImage
 
 

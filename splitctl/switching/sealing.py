@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import xxhash
@@ -12,15 +11,8 @@ import xxhash
 import statecodec
 from splitctl.engine.live import LiveSession
 from splitctl.model.facts import ModelFacts
-from splitctl.placement import FlashAttn, Placement
-from splitctl.planning.cells import cache_tensors
 from splitctl.switching import tables
-
-_ROWS = ("k", "v", "r", "ple_r", "s")
-"""Kinds of rows of a section, as the library's names of its tensors have them."""
-
-_Widths = tuple[tuple[str, tuple[int, ...]], ...]
-"""Values of a row, layer by layer, by kind of row."""
+from splitctl.switching.state_facts import state_facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +86,7 @@ def contradictions(live: LiveSession, view: memoryview, wanted: Mapping[int, int
     number = tables.build_number(live.engine.library.version)
     is_known = tables.has_seen_memory(live.facts.architecture, number, is_plain=_is_plain(live.facts))
     if wanted and not wrong and is_known:
-        wrong = other_rows(image, live.facts, live.placement)
+        wrong = other_memory(image, live.facts)
     return wrong, version
 
 
@@ -143,41 +135,19 @@ def _is_plain(facts: ModelFacts) -> bool:
     return not (facts.is_recurrent or facts.is_hybrid or facts.n_swa or facts.is_mla or facts.n_embd_indexer)
 
 
-def other_rows(image: statecodec.StateImage, facts: ModelFacts, placement: Placement) -> str:
-    """Hold the layers of every section that has cells, and the widths of their rows, against the model's header.
+def other_memory(image: statecodec.StateImage, facts: ModelFacts) -> str:
+    """Hold every section, its layers and the widths of their rows against the model's header.
 
     Returns:
         A phrase, "" where they agree.
     """
-    widths: dict[str, dict[str, list[int]]] = {}
-    for one in cache_tensors(facts, placement.changed(flash_attn=FlashAttn.ON)):
-        row = one.name.removeprefix("cache_").removeprefix("idx_").rpartition("_l")[0]
-        widths.setdefault(one.section, {}).setdefault(row, []).append(one.width)
-    wanted = Counter(
-        tuple((row, tuple(of_section[row])) for row in _ROWS if row in of_section) for of_section in widths.values()
-    )
-    found = Counter(rows for section in image.sections for rows in _rows_of(section) if rows)
-    lacking, more = (" + ".join(map(_described, one)) for one in (wanted - found, found - wanted))
-    if not lacking and not more:
-        return ""
-    return f"the saved bytes hold {more or 'no rows'} where the model's header says {lacking or 'no rows'}"
-
-
-def _rows_of(section: statecodec.Section) -> set[_Widths]:
-    """Give the widths of a section's rows by layer; streams that differ give more than one."""
-    kinds: list[tuple[tuple[str, Sequence[statecodec.Rows | statecodec.Columns]], ...]]
-    if isinstance(section, statecodec.AttentionSection):
-        kinds = [(("k", one.keys), ("v", one.values)) for _, one in section.filled()]
-    elif isinstance(section, statecodec.RecurrentSection):
-        layers = section.layers
-        histories = [one.history for one in layers if one.history is not None]
-        kinds = [(("r", [one.r for one in layers]), ("ple_r", histories), ("s", [one.s for one in layers]))]
-    else:
-        return set()
-    return {tuple((row, tuple(one.n_values for one in rows)) for row, rows in each if rows) for each in kinds}
-
-
-def _described(widths: _Widths) -> str:
-    return " and ".join(
-        f"{len(row)} x {name.upper()} of {'/'.join(map(str, sorted(set(row))))}" for name, row in widths
-    )
+    wrong = ""
+    for known in state_facts(facts):
+        try:
+            statecodec.validate(image, known)
+        except statecodec.StateFormatError as error:
+            found = f"{error.field} is {error.found}, by the model's header {error.expected}"
+            wrong = wrong or f"the saved bytes are no whole memory of the model: {found}"
+        else:
+            return ""
+    return wrong

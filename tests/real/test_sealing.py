@@ -10,7 +10,7 @@ import pytest
 import statecodec
 from llama_native import Library
 from splitctl import Session
-from splitctl.switching.sealing import other_rows
+from splitctl.switching.sealing import other_memory
 from statecodec import AttentionSection, KvStream, RecurrentSection, Section, StateImage
 from tests.real.conftest import base
 from tools.make_dummies import make_many
@@ -57,13 +57,13 @@ def test_a_state_without_one_of_its_layers_or_sections_is_told(
 ) -> None:
     """What a build saves is what the header says, to the layer; less of any section is not."""
     session, image = saved(name)
-    sections, facts, placement = image.sections, session.facts, session.placement
-    assert other_rows(image, facts, placement) == ""
+    sections, facts = image.sections, session.facts
+    assert other_memory(image, facts) == ""
     for at, section in enumerate(sections):
         lacks = (*sections[:at], *sections[at + 1 :])
-        assert "header says" in other_rows(dataclasses.replace(image, sections=lacks), facts, placement)
+        assert "header" in other_memory(dataclasses.replace(image, sections=lacks), facts)
         short = (*sections[:at], _without_last_layer(section), *sections[at + 1 :])
-        assert "header says" in other_rows(dataclasses.replace(image, sections=short), facts, placement)
+        assert "header" in other_memory(dataclasses.replace(image, sections=short), facts)
 
 
 @pytest.mark.every_build
@@ -74,6 +74,4 @@ def test_a_state_whose_rows_are_of_another_width_is_told(
     session, image = saved("llama")
     facts = dataclasses.replace(session.facts, n_embd_head_k=2 * session.facts.n_embd_head_k)
     width = facts.n_embd_head_k * facts.n_head_kv[0]
-    phrase = other_rows(image, facts, session.placement)
-    assert f"x K of {width // 2} and" in phrase
-    assert f"x K of {width} and" in phrase
+    assert f"is {width // 2}, by the model's header {width}" in other_memory(image, facts)

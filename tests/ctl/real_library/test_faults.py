@@ -52,7 +52,7 @@ BEFORE_FREEING = (
     Fault("get_data:damage", "sealing", "does not parse"),
     Fault("get_data:damage=4", "sealing", "does not parse"),
     Fault("get_data:damage=17", "sealing", "position"),
-    Fault("model:lost_layers=1", "sealing", "1 x K of 32 and 1 x V of 32"),
+    Fault("model:lost_layers=1", "sealing", "K layers is 1, by the model's header 2"),
 )
 FALLS_BACK = (
     Fault("load:null:T", "placing", "unable to allocate STUB1 buffer"),
