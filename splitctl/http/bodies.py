@@ -142,7 +142,7 @@ def _sampler(body: Body) -> SamplerSpec:
 
 
 def _stops(value: Any) -> tuple[str, ...]:
-    stops = value if isinstance(value, list) else [value or ""]
+    stops = value if isinstance(value, list) else ["" if value is None else value]
     if len(stops) > _MAX_STOPS or not all(isinstance(one, str) for one in stops):
         raise _wrong("stop", value, f"a text, or a list of {_MAX_STOPS} texts at most")
     if not all(len(one) <= _MAX_STOP_CHARS for one in stops):
@@ -166,17 +166,16 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         content = ""
     elif not isinstance(content, str):
         raise _wrong(f"{where}.content", content, "a text, or a list of text parts")
-    said = {"role": role, "content": content}
+    said: dict[str, Any] = {"role": role, "content": content}
     for name in ("name", "tool_call_id", "reasoning_content"):
-        if not isinstance(value.get(name) or "", str):
-            raise _wrong(f"{where}.{name}", value[name], "a text")
-        if value.get(name):
-            said[name] = value[name]
-    if calls := value.get("tool_calls"):
-        if not isinstance(calls, list):
-            raise _wrong(f"{where}.tool_calls", calls, "a list of calls")
-        said["tool_calls"] = [_call(one, f"{where}.tool_calls[{index}]") for index, one in enumerate(calls)]
-    return said
+        said[name] = value.get(name) if value.get(name) is not None else ""
+        if not isinstance(said[name], str):
+            raise _wrong(f"{where}.{name}", said[name], "a text")
+    calls = value.get("tool_calls") if value.get("tool_calls") is not None else []
+    if not isinstance(calls, list):
+        raise _wrong(f"{where}.tool_calls", calls, "a list of calls")
+    said["tool_calls"] = [_call(one, f"{where}.tool_calls[{index}]") for index, one in enumerate(calls)]
+    return {name: one for name, one in said.items() if one or name == "content"}
 
 
 def _call(value: Any, where: str) -> dict[str, Any]:
@@ -205,14 +204,15 @@ def _template(body: Body, last: Mapping[str, Any]) -> dict[str, Any]:
     """Read what the model's template is given besides the messages, of which this is the last."""
     kwargs = dict(_object(body, "chat_template_kwargs"))
     effort = body.get("reasoning_effort")
-    if not isinstance(effort or "", str):
+    if effort is not None and not isinstance(effort, str):
         raise _wrong("reasoning_effort", effort, "a text, such as low")
     if effort:
         # As llama-server tells it to templates.
         kwargs |= {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
-    goes_on = body.get("continue_final_message") or None
-    if goes_on is True:
-        goes_on = "reasoning_content" if last.get("reasoning_content") and not last["content"] else "content"
+    goes_on = body.get("continue_final_message")
+    if isinstance(goes_on, bool):
+        field = "reasoning_content" if last.get("reasoning_content") and not last["content"] else "content"
+        goes_on = field if goes_on else None
     if goes_on not in (None, "content", "reasoning_content"):
         raise _wrong("continue_final_message", goes_on, "true, false, content or reasoning_content")
     if goes_on == "reasoning_content" and last["content"]:

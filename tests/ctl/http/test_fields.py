@@ -191,6 +191,8 @@ def test_a_misspelt_field_is_told_its_name(name: str, meant: str) -> None:
         ({"contents": "hi"}, "messages[0].contents"),
         ({"thinking": "hm"}, "messages[0].thinking"),
         ({"name": 5}, "messages[0].name"),
+        ({"name": 0}, "messages[0].name"),
+        ({"tool_calls": {}}, "messages[0].tool_calls"),
         ({"reasoning_content": ["hm"]}, "messages[0].reasoning_content"),
         ({"tool_calls": {"name": "f"}}, "messages[0].tool_calls"),
         ({"tool_calls": [{"type": "custom", "custom": {"name": "f"}}]}, "messages[0].tool_calls[0]"),
