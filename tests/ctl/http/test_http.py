@@ -437,7 +437,7 @@ def test_a_signal_lets_answers_end_and_a_second_one_does_not() -> None:
                 assert server.host.process.stderr is not None
                 while b"once more ends at once" not in server.host.process.stderr.readline():
                     continue
-                assert server.host.end()[0] == 130
+                assert server.host.end_again()[0] == 130
             else:
                 server.host.process.send_signal(signal.SIGTERM)
                 assert events(raw + response.read())[-1] == "[DONE]"
