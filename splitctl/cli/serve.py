@@ -163,7 +163,9 @@ class _Serving:
             self._server = _server_of(self._supervisor, self._http, self._log)
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
-            loop.add_signal_handler(number, self._on_signal, number)
+            # nohup has SIGHUP ignored.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, self._on_signal, number)
         control = ControlServer(self._supervisor, stop=self._stop, log=self._log)
         await control.start(self._held.listen())
         if self._server is not None:

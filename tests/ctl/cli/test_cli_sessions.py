@@ -53,17 +53,6 @@ def _messages(client: Client) -> Iterator[ControlEvent | ControlAnswer]:
                 return
 
 
-def _end_again(host: Host) -> tuple[int, str]:
-    """Send signals until one is late enough to be a second wish; give status and log."""
-    while True:
-        host.process.send_signal(signal.SIGTERM)
-        try:
-            _, err = host.process.communicate(timeout=0.5)
-        except subprocess.TimeoutExpired:
-            continue
-        return host.process.returncode, err.decode()
-
-
 def _gone(processes: list[psutil.Process]) -> bool:
     return not psutil.wait_procs(processes, timeout=GUARD_S)[1]
 
@@ -384,20 +373,42 @@ def test_signals_that_come_together_are_one(home: House, tmp_path: Path) -> None
         assert (code, home.saved().exists()) == (0, True), log
 
 
+def test_a_host_under_nohup_outlives_its_terminal(home: House, tmp_path: Path) -> None:
+    """A signal that whoever started the host has ignored is ignored."""
+    command = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *home.command("serve", *stub_arguments(tmp_path))]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=home.env()
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith(b"ready")
+            process.send_signal(signal.SIGHUP)
+            assert home.run("attach", "-p", "hello", "-n", "4", "--temp", "0").returncode == 0
+            process.terminate()
+            _, err = process.communicate(timeout=GUARD_S)
+        finally:
+            process.kill()
+        assert process.returncode == 0
+        assert b"SIGHUP" not in err
+
+
 def test_a_second_signal_ends_at_once(home: House, tmp_path: Path) -> None:
-    """A host whose library hangs ends at the second signal, and leaves neither socket nor worker."""
-    with served(home, *stub_arguments(tmp_path), STUB_FAULTS="decode:hang") as host:
+    """A host whose worker does not end does so at the second signal, and leaves neither socket nor worker."""
+    with served(home, *stub_arguments(tmp_path)) as host:
         below = host.below()
-        with Client(host.address, GenerateRequest(prompt="hello")):
-            host.process.send_signal(signal.SIGTERM)
-            assert host.process.stderr is not None
-            for line in host.process.stderr:
-                if b"once more ends at once" in line:
-                    break
-            code, log = _end_again(host)
+        for worker in below:
+            worker.suspend()
+        host.process.send_signal(signal.SIGTERM)
+        assert host.process.stderr is not None
+        for line in host.process.stderr:
+            if b"once more ends at once" in line:
+                break
+        code, log = host.end_again()
         assert code == 130
         assert "again: ending now" in log
         assert list(home.sockets.iterdir()) == []
+        for worker in below:
+            worker.resume()
         assert _gone(below)
 
 
