@@ -8,9 +8,7 @@ Laws:
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _PLAIN = frozenset({"f32", "f16", "bf16"})
-_SHOWN_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,16 +185,10 @@ def kind_of(data: memoryview) -> str:
         return "an empty file"
     try:
         image = statecodec.parse(data)
-    except statecodec.UnknownVersion as error:
-        return f"no saved session ({error.field} {error.found})"
-    except statecodec.StateFormatError:
-        start = bytes(data[:_SHOWN_BYTES])
-        with suppress(UnicodeDecodeError):
-            # A character may be cut at the end of what is looked at.
-            text = codecs.getincrementaldecoder("utf-8")().decode(start)
-            if all(one.isprintable() or one.isspace() for one in text):
-                return "a text file"
-        return f"no saved session (it begins with {start[:8].hex(' ')})"
+    except statecodec.ForeignFile as error:
+        return str(error.found)
+    except statecodec.StateFormatError as error:
+        return f"no saved session ({error.field} at byte {error.offset}: found {error.found})"
     held = sum(span.n_cells for span in image.sequences().values())
     return f"a bare {image.form.value} of {held} positions, without the tokens that it was made from"
 
