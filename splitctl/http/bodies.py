@@ -111,6 +111,9 @@ def _asked(body: Body, model: str, *, is_chat: bool, **prompt: Any) -> Asked:
         request = GenerateRequest(n_predict=int(*lengths[:1] or (-1,)), sampler=_sampler(body), **prompt)
     except ConfigInvalid as error:
         raise ApiError(400, str(error), param=error.field) from error
+    order = body.get("samplers")
+    if order is not None and "penalties" not in order and request.sampler.repeat_penalty != 1.0:
+        raise _wrong("samplers", order, "penalties among them, or no repeat_penalty")
     name = body.get("model", model)
     # Every chunk of a stream repeats it.
     if name is not None and not (isinstance(name, str) and len(name) <= MAX_MODEL_CHARS):

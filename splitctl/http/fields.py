@@ -148,7 +148,7 @@ _NEUTRAL: Mapping[str, Neutral] = {
     "top_n_sigma": (_is_off, _SAMPLE),
     "xtc_probability": (_is_zero, _SAMPLE),
     "adaptive_target": (_is_below_zero, _SAMPLE),
-    "min_keep": (_is_zero, _SAMPLE),
+    "min_keep": (lambda value: _is_zero(value) or _is_one(value), _SAMPLE),
     "samplers": (_is_usual_order, f"the order is {', '.join(_SAMPLERS)}"),
     "logprobs": (lambda value: _is_false(value) or _is_zero(value), _PROBABILITIES),
     "top_logprobs": (_is_zero, _PROBABILITIES),

@@ -123,6 +123,7 @@ def test_other_prompts_are_refused(prompt: Any) -> None:
         ({"chat_template_kwargs": {"a": json.loads("[" * 70 + "]" * 70)}}, "chat_template_kwargs"),
         ({"reasoning_effort": 1}, "reasoning_effort"),
         ({"reasoning_effort": False}, "reasoning_effort"),
+        ({"samplers": ["top_k", "top_p", "min_p", "temperature"], "repeat_penalty": 1.1}, "samplers"),
         ({"stop": False}, "stop"),
         ({"stop": {}}, "stop"),
         ({"stop": [None]}, "stop"),

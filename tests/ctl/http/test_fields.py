@@ -70,7 +70,7 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "top_n_sigma": ([-1, 0], [1]),
     "xtc_probability": ([0], [0.5]),
     "adaptive_target": ([-1], [0.0, 0.5]),
-    "min_keep": ([0], [5]),
+    "min_keep": ([0, 1], [5]),
     "samplers": (
         [
             ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
