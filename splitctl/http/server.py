@@ -107,6 +107,8 @@ class HttpServer:
         )
         if not is_loopback and not config.api_keys:
             self._log("warning: other machines can reach this server, and no key is asked for; see --api-key")
+        if "*" in config.origins and not config.api_keys:
+            self._log("warning: every web page can use this server, and no key is asked for; see --api-key")
         self._serving = asyncio.create_task(self._server.serve(self._sockets))
 
     async def drain(self) -> None:

@@ -526,13 +526,17 @@ def test_pages_of_any_kind_may_be_allowed_by_name(origin: str) -> None:
 
 
 def test_every_page_may_be_allowed() -> None:
-    """With * any page may use the server, one without an origin too."""
+    """With * any page may use the server, one without an origin too; without a key a warning says so."""
     with site(HttpConfig(port=0, origins=("*",))) as served:
         for origin in ("null", "https://any.example", "chrome-extension://abcdef"):
             answer = served.get("/session", Origin=origin, Sec_Fetch_Site="cross-site")
             assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, "*")
             assert served.post("/split-mode", {"to": "tensor"}, Origin=origin).status == 200
         assert served.get("/session", Sec_Fetch_Site="cross-site").status == 200
+        assert "every web page" in served.lines[0]
+    with site(HttpConfig(port=0, origins=("*",), api_keys=("k",))) as served:
+        assert served.get("/session", Origin="null").status == 401
+        assert served.lines == []
 
 
 @pytest.mark.parametrize("site_name", ["cross-site", "same-site"])
@@ -552,15 +556,29 @@ def test_what_is_no_key_opens_nothing(given: str) -> None:
         assert served.lines == []
 
 
-def test_modes_are_judged_once_for_a_placement(shared: Site) -> None:
-    """Modes are judged again only for another placement, and what was busy is not kept."""
+def test_modes_are_judged_as_things_are_now(shared: Site) -> None:
+    """A mode that is refused by now is not called allowed, and one is judged only where it could be switched to."""
     shared.session.error = Busy("a switch")
     assert shared.get("/split-mode").status == 409
     shared.session.error = None
     modes = shared.get("/split-mode").body["modes"]
     assert (modes["tensor"]["allowed"], modes["row"]["reasons"]) == (True, ["this build has no row mode"])
-    shared.session.error = Busy("a switch")
-    assert shared.get("/split-mode").body["modes"] == modes
+    shared.session.refused = {"tensor": "streams-lost-on-restore"}
+    modes = shared.get("/split-mode").body["modes"]
+    assert (modes["tensor"]["allowed"], modes["row"]["allowed"]) == (False, True)
+    shared.session.state = "switching"
+    assert shared.get("/split-mode").body["modes"] == {}
+
+
+def test_what_could_not_be_tried_is_not_tried_for_every_question(shared: Site) -> None:
+    """A trial without a verdict is remembered nowhere: it is made once for a placement, and again in another."""
+    shared.session.refused = {"tensor": "probe-inconclusive"}
+    assert not shared.get("/split-mode").body["modes"]["tensor"]["allowed"]
+    shared.session.refused = {}
+    modes = shared.get("/split-mode").body["modes"]
+    assert (modes["tensor"]["allowed"], modes["row"]["allowed"]) == (False, True)
+    shared.session.more = {"placement": {"mode": "layer", "devices": ["CPU"], "n_ctx": 512, "n_seq_max": 2}}
+    assert shared.get("/split-mode").body["modes"]["tensor"]["allowed"]
 
 
 _NAMES = ("org/model", "a b", "größe 模型", "a%2Fb?c#d&e=f+g", "../x", "/", "x" * 256)
