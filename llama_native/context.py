@@ -92,6 +92,7 @@ class Context(Handle):
             outputs: bool[n], which tokens' logits are wanted.
 
         Raises:
+            ValueError: the sequences are not of one length, or longer than a batch (an encoder's: a micro-batch).
             CallFailed: the library's return code is not 0 (1: no room in the cache, 2: aborted by the callback,
                 negative: an error); for codes above 0 and -1 the memory is as before except for 2.
             BaseException: what ``abort`` or a signal's handler raised meanwhile. A batch that wants all its outputs is
@@ -117,6 +118,10 @@ class Context(Handle):
         if not n or not n == len(positions) == len(seq_ids) == len(outputs):
             msg = f"a batch of {n} tokens, {len(positions)} positions, {len(seq_ids)} sequences, {len(outputs)} outputs"
             raise ValueError(msg)
+        # The library aborts where they are more.
+        most = self.n_batch if function == "llama_decode" else self.n_ubatch
+        if n > most:
+            raise ValueError(f"a batch of {n} tokens for {function}, which takes {most} at most")
         # seq_id is an array of pointers, one a token. Its addresses are written as numbers: an assignment for each
         # would cost more than a decode of one token.
         ids = array("i", seq_ids)

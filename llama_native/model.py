@@ -229,7 +229,13 @@ class Model(Handle):
             return [int(t) for t in ffi.unpack(buffer, n)] if n else []
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
-        """Return a token's bytes, which may be a part of a UTF-8 character; ``special`` also shows control tokens."""
+        """Return a token's bytes, which may be a part of a UTF-8 character; ``special`` also shows control tokens.
+
+        Raises:
+            ValueError: no token of the vocabulary; the library would abort.
+        """
+        if not 0 <= token < self.n_vocab:
+            raise ValueError(f"token {token} is not in the vocabulary (0 to {self.n_vocab - 1})")
         with self._asking() as (ffi, lib):
             buffer = ffi.new("char[64]")
             n = lib.llama_token_to_piece(self._vocab, token, buffer, 64, 0, special)

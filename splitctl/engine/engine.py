@@ -32,7 +32,7 @@ from llama_native import (
     SplitMode,
 )
 from splitctl import placement as placing
-from splitctl.errors import AdapterInvalid, BadModelFile, ConfigInvalid
+from splitctl.errors import AdapterInvalid, BadModelFile, ConfigInvalid, Parked
 from splitctl.model.header import read_header
 from splitctl.model.identity import FileIdentity
 
@@ -223,9 +223,13 @@ class Engine:
 
     @property
     def live_context(self) -> Context:
-        """The context; asking for it when there is none is a fault of ours."""
+        """The context.
+
+        Raises:
+            Parked: there is none, because one that was lost could not be made again.
+        """
         if self.context is None:
-            raise AssertionError("the engine has no context now")
+            raise Parked(None, "its context was lost and could not be made again")
         return self.context
 
     def free(self) -> None:

@@ -15,7 +15,7 @@ from llama_native import CallFailed
 from splitctl.carry.arena import Arenas
 from splitctl.engine.slot import Slot
 from splitctl.engine.turn import Turn
-from splitctl.errors import Cancelled, ConfigInvalid, ContextFull
+from splitctl.errors import Cancelled, ConfigInvalid, ContextFull, Parked
 from splitctl.host_memory import host_memory
 
 if TYPE_CHECKING:
@@ -87,9 +87,13 @@ class LiveSession:
 
     @property
     def model(self) -> Model:
-        """The placed model; asking for it when there is none is a fault of ours."""
+        """The placed model.
+
+        Raises:
+            Parked: there is none, because one that was lost could not be loaded again.
+        """
         if self.engine.model is None:
-            raise AssertionError("the engine has no model now")
+            raise Parked(None, "its model was lost and could not be loaded again")
         return self.engine.model
 
     def serve_in(self, placement: Placement) -> None:

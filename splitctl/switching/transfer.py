@@ -230,9 +230,11 @@ class Transfer:
             self._check_positions(wanted)
         except BaseException as error:
             live.slots = old
-            # A restore that failed can leave a context half written: it is thrown away.
-            live.engine.rebuild(live.placement)
-            self._give(before.view)
+            # A restore that failed can leave a context half written: it is thrown away. A signal's handler that raises
+            # meanwhile has its turn when the session is whole again.
+            with live.engine.library.holding():
+                live.engine.rebuild(live.placement)
+                self._give(before.view)
             if not isinstance(error, (NativeError, SplitctlError, statecodec.StateCodecError)):
                 raise
             raise _refusal(error) from error

@@ -173,6 +173,9 @@ def child_refusals(path: str, model_path: str) -> dict[str, Any]:
     for arguments in (([], [], [], []), ([5], [0, 1], [0], [True]), ([5], [0], [], [True]), ([5], [0], [0], [])):
         with pytest.raises(ValueError, match="a batch of"):
             context.decode(*arguments)
+    for work, most in ((context.decode, 64), (context.encode, 64)):
+        with pytest.raises(ValueError, match=f"a batch of 65 tokens .* {most} at most"):
+            work([5] * 65, range(65), [0] * 65, [True] * 65)
     _read(context, PROMPT)
     with pytest.raises(CallFailed) as no_row:
         context.logits(0)

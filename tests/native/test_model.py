@@ -159,6 +159,9 @@ def child_handles(path: str, model_path: str) -> dict[str, Any]:
             code = 0 if model.closed and context.closed else 2
         os._exit(code)
     found["fork"] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    for token in (-1, model.n_vocab, 10**12):
+        with pytest.raises(ValueError, match=f"token {token} is not in the vocabulary"):
+            model.piece(token)
     found["alive"] = len(model.tokenize("still here"))
     model.close()
     model.close()

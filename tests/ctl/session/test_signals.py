@@ -138,6 +138,27 @@ def test_an_interruption_of_a_fallback_waits_for_its_end(model: Path, call: str)
     assert found == {"status": "fell_back", "recomputed": False, "at home": True, "same": True}
 
 
+def child_restore(path: str, model: str, folder: str, faults: str) -> dict[str, Any]:
+    catch(signal.SIGUSR1)
+    library, stub = Library.open(path), Stub(path)
+    wanted = scenes.straight(library, model, SCENE)
+    session = scenes.start(library, model, SCENE)
+    session.save(f"{folder}/carry")
+    scenes.generate(session, SCENE.n_seq)
+    with signalled_while_it_hangs(stub, faults), pytest.raises(Alarm):
+        session.restore(f"{folder}/carry")
+    return {"stage": session.stage.value, "same": ends(session) == wanted}
+
+
+@pytest.mark.parametrize(
+    "faults", ["set_data:hang@1", "set_data:zero@1 init:hang@1", "set_data:zero@1 set_data:hang@2"]
+)
+def test_a_restore_that_is_interrupted_leaves_what_was_there(model: Path, tmp_path: Path, faults: str) -> None:
+    """While the state goes in, and while what was there comes back."""
+    found = run_child(child_restore, build(), model, tmp_path, faults).value()
+    assert found == {"stage": "serving", "same": True}
+
+
 def child_trial(path: str, model: str) -> dict[str, Any]:
     library = Library.open(path)
     session = scenes.start(library, model, Scene())
