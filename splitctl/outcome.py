@@ -72,6 +72,9 @@ Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 DOES_NOT_FIT = "does-not-fit"
 """The code of reasons for want of memory, on a device or for the carry."""
 
+PROBE_INCONCLUSIVE = "probe-inconclusive"
+"""The code of the reason that a trial in a child process came to no verdict, which is not remembered."""
+
 
 class SwitchStatus(Enum):
     """How a switch ended."""

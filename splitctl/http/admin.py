@@ -33,7 +33,7 @@ from splitctl.http.errors import ApiError, api_error
 from splitctl.http.intake import Intake
 from splitctl.http.sse import EventStream, unless_gone
 from splitctl.ipc.wire import from_object, shown
-from splitctl.outcome import SwitchOptions
+from splitctl.outcome import PROBE_INCONCLUSIVE, SwitchOptions
 from splitctl.placement import SplitMode
 
 #: Longest silence of the events [seconds].
@@ -75,7 +75,7 @@ class Admin:
         self._folder = folder
         self._aliases = aliases
         self._is_open = is_open
-        self._judged: tuple[str, dict[str, Any]] | None = None
+        self._untried: tuple[str, dict[SplitMode, dict[str, Any]]] = "", {}
         self._judging = asyncio.Lock()
         self._n_watchers = 0
 
@@ -201,25 +201,28 @@ class Admin:
     # ---- the work behind them ----
 
     async def _judgements(self, status: Mapping[str, Any]) -> dict[str, Any]:
-        """Judge every mode once for each placement: a mode may be tried in a child process for it."""
-        here = json.dumps(status.get("placement"), sort_keys=True)
+        """Judge every mode, as what the session holds and the memory that is free change; none where it cannot be."""
         if status["state"] != "serving" or status.get("placement") is None:
-            return dict(self._judged[1]) if self._judged is not None and self._judged[0] == here else {}
+            return {}
         async with self._judging:
-            if self._judged is None or self._judged[0] != here:
-                self._judged = here, {mode.value: await self._judge(mode) for mode in _OFFERED}
-        return self._judged[1]
+            here = json.dumps(status["placement"], sort_keys=True)
+            if self._untried[0] != here:
+                self._untried = here, {}
+            return {mode.value: self._untried[1].get(mode) or await self._judge(mode) for mode in _OFFERED}
 
     async def _judge(self, mode: SplitMode) -> dict[str, Any]:
         try:
             found = await self._host.check({"mode": mode}, SwitchOptions())
         except Busy as error:
-            # It says nothing about the mode, and is not kept.
             raise api_error(error) from error
         except SplitctlError as error:
             return {"allowed": False, "reasons": [str(error)]}
         reasons = [str(one["text"]) for one in found["reasons"]]
-        return {"allowed": not reasons, "reasons": reasons, "expected_s": found.get("expected_s")}
+        judged = {"allowed": not reasons, "reasons": reasons, "expected_s": found.get("expected_s")}
+        if any(one["code"] == PROBE_INCONCLUSIVE for one in found["reasons"]):
+            # No verdict is remembered of it: each question would start another child process.
+            self._untried[1][mode] = judged
+        return judged
 
     def _unwatched(self) -> None:
         self._n_watchers -= 1

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from splitctl.errors import FileChanged, Reason
 from splitctl.host_memory import host_memory
-from splitctl.outcome import DOES_NOT_FIT, SwitchOptions
+from splitctl.outcome import DOES_NOT_FIT, PROBE_INCONCLUSIVE, SwitchOptions
 from splitctl.placement import SplitMode
 from splitctl.probing import Verdict
 from splitctl.switching import rules
@@ -112,6 +112,13 @@ class Checker:
         found = self._first(live.placement, target, session, options, placing=live.placing)
         return dataclasses.replace(found, at=(started, perf_counter()))
 
+    def ahead(self, opening: Placement, target: Placement, options: SwitchOptions) -> tuple[Reason, ...]:
+        """Return the reasons for which a session would surely not switch to a target, before it is opened elsewhere.
+
+        They are those that neither a trial nor what the session will hold can change.
+        """
+        return _forced(self._judge(opening, target, SessionFacts(tokens={}), None, options))
+
     def again(self, live: LiveSession, earlier: Checked) -> tuple[Reason, ...]:
         """Return the reasons not to switch, for the session as it is now; the trial's verdict is the earlier one."""
         if changed := _changed_files(live):
@@ -174,7 +181,7 @@ class Checker:
                 f"whether this build can do {target.describe()} could not be tried: {verdict.why}; free some memory, "
                 "or use --force to switch without the try"
             )
-            return checked((*rules.refused(diagnostics), Reason("probe-inconclusive", text)))
+            return checked((*rules.refused(diagnostics), Reason(PROBE_INCONCLUSIVE, text)))
         return judged(verdict)
 
 

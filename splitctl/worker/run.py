@@ -12,7 +12,7 @@ from typing import Any
 
 from llama_native import Library, NativeError
 from splitctl.carry.sampling import SamplerSpec
-from splitctl.errors import Cancelled, ContextFull, Parked, SplitctlError
+from splitctl.errors import Cancelled, ContextFull, Parked, Refused, SplitctlError
 from splitctl.ipc.jobs import Failure, JobEvent, Partial, Piece, Progress, Result, RunRequest
 from splitctl.ipc.probes import Prober
 from splitctl.ipc.reserving import Reserver
@@ -25,7 +25,7 @@ from splitctl.probing.free_memory import device_facts
 from splitctl.session import Session
 from splitctl.session.opening import trials_of
 from splitctl.switching import tables
-from splitctl.switching.checking import TRIED
+from splitctl.switching.checking import TRIED, Checker
 from splitctl.worker.failures import failure_of
 from splitctl.worker.opening import (
     Steps,
@@ -157,9 +157,14 @@ def run(request: RunRequest, library: Library, env: Mapping[str, str], emit: Emi
         cancel: asks to stop.
 
     Raises:
-        SplitctlError: the model's file or the flags are at fault; nothing was loaded.
+        SplitctlError: the model's file or the flags are at fault, or a rule refuses the switch; nothing was loaded.
     """
     facts = read_generating(request.model)
+    reading = reading_placement(request)
+    if reading.differs(request.placement):
+        reasons = Checker(library, facts, None).ahead(reading, request.placement, request.options)
+        if reasons:
+            raise Refused(reasons)
     first = _first_placement(request, library, env, facts)
     state = _Run(first, first, facts, request.sampler.seeded())
     prober = trials_of(library, env, cancel.is_set)

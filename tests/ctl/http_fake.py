@@ -35,6 +35,8 @@ class FakeSession:
         self.error: Exception | None = None
         self.state = "serving"
         self.more: dict[str, Any] = {}
+        self.refused = {"row": "no-row"}
+        """Modes that a check refuses, with the code of the reason."""
         self.held: asyncio.Event | None = None
         """Checks, switches, saves and restores wait for it."""
         self.at_work: asyncio.Queue[str] = asyncio.Queue()
@@ -86,9 +88,12 @@ class FakeSession:
         self.cancelled.set()
 
     async def check(self, changes: Mapping[str, Any], _options: SwitchOptions) -> dict[str, Any]:
-        """Allow everything but a row split."""
+        """Allow everything but what is refused."""
         await self._work("check")
-        reasons = [{"code": "no-row", "text": "this build has no row mode"}] if changes["mode"].value == "row" else []
+        mode = changes["mode"].value
+        reasons = (
+            [{"code": self.refused[mode], "text": f"this build has no {mode} mode"}] if mode in self.refused else []
+        )
         return {"reasons": reasons, "expected_s": None}
 
     async def save(self, path: Path) -> dict[str, Any]:

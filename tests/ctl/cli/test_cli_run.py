@@ -225,6 +225,39 @@ def test_a_refused_switch_answers_in_the_old_mode(smollm2: Path) -> None:
     assert "row" in _lines(done)[-1]
 
 
+@pytest.mark.model
+def test_a_mode_without_devices_is_refused_before_anything_is_loaded(smollm2: Path) -> None:
+    """Tensor mode for the generation, and no device named for it: a line says what to name, and no prompt is read."""
+    done = _splitctl("run", "-m", smollm2, "-psm", "layer", "-sm", "tensor", "-p", "One, two,", "-n", "4", "-v")
+    assert (done.returncode, done.stdout) == (4, b"")
+    assert "--device CPU,CPU" in _lines(done)[-1]
+    assert b"load_tensors" not in done.stderr
+
+
+@needs_compiler
+@pytest.mark.stub
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
+        (["-fa", "off"], "flash-attention-off"),
+        (["-fa", "off", "--force"], "flash-attention-off"),
+        (["-sm", "none", "-mg", "5"], "main device 5"),
+    ],
+)
+def test_what_a_rule_refuses_for_the_generation_is_refused_before_loading(
+    tmp_path: Path, flags: list[str], code: str
+) -> None:
+    """What no trial and no prompt can change about the switch is said before the model is loaded for the prompt."""
+    model, calls = write_model(tmp_path / "tiny.gguf"), tmp_path / "calls"
+    done = _splitctl(
+        *("run", "-m", model, "--lib", build(), "-psm", "layer", "-sm", "tensor", "-p", "hi", "-n", "4", *flags),
+        STUB_CALLS=str(calls),
+    )
+    assert done.returncode in {2, 4}
+    assert (done.stdout, code in _lines(done)[-1]) == (b"", True)
+    assert not calls.exists() or "llama_model_load_from_file" not in calls.read_text()
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 

@@ -41,6 +41,7 @@ def as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
     if "shared" in request.fixturenames:
         served: Site = request.getfixturevalue("shared")
         served.session.error, served.session.state, served.session.more = None, "serving", {}
+        served.session.refused = {"row": "no-row"}
         served.session.cancelled.clear()
 
 
