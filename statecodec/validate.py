@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from statecodec.envelope import LIST_OFFSET
 from statecodec.errors import Inconsistent, raises_bare
 from statecodec.facts import NO_FACTS, CacheFacts, ModelFacts, RecurrentFacts
 from statecodec.image import AttentionSection, Content, OpaqueSection, RecurrentSection, Section, StateImage
@@ -80,12 +81,18 @@ def check_facts(image: StateImage, facts: ModelFacts) -> None:
     """
     if image.architecture is not None:
         # A word for its length stands before it, and before that a file's head and tokens.
-        check_name(image.architecture, 4 if image.tokens is None else 16 + image.tokens.words.nbytes, facts)
+        check_name(
+            image.architecture, 4 if image.tokens is None else LIST_OFFSET + image.tokens.words.nbytes + 4, facts
+        )
     if facts.sections is not None and image.content is not Content.PARTIAL:
         kinds = tuple(section.kind.value for section in image.sections)
         _expect(image.n_bytes, "sections", kinds, facts.sections)
     if facts.n_vocab is not None and image.outputs is not None and image.outputs.logits.size:
         _expect(image.outputs.offset, "logits of each output", image.outputs.logits.shape[1], facts.n_vocab)
+    if facts.n_vocab is not None and image.tokens is not None and image.tokens.text.size:
+        last = int(image.tokens.text.max())
+        if last >= facts.n_vocab:
+            raise Inconsistent(LIST_OFFSET, "tokens", last, f"less than {facts.n_vocab}, the size of the vocabulary")
     if facts.versions is not None and not image.versions & facts.versions:
         _expect(0, "session version", sorted(image.versions), sorted(facts.versions))
     for index, section in enumerate(image.sections):

@@ -56,6 +56,22 @@ class CarryAround:
     checksums: Mapping[str, str]
     found: Carried
 
+    def refuse_other_model(self, path: Path, facts: ModelFacts) -> None:
+        """Compare the model's file with the one that the session had; its rope settings and adapters may differ.
+
+        Raises:
+            StateUnreadable: it is another one.
+        """
+        own = self.words.fingerprint.identity
+        for what, found, wanted in (
+            ("architecture", own.architecture, facts.architecture),
+            ("model header with the checksum", own.header_xxh3_128, facts.header_digest),
+            ("model file size in bytes", own.file_bytes, facts.file_bytes),
+        ):
+            if found != wanted:
+                told = f"it is the carry of another model ({what}: {found}, {facts.path}: {wanted})"
+                raise StateUnreadable(path, told, "name the model that it was saved with")
+
 
 class StateFile:
     """A mapped file and the state in it.
@@ -88,7 +104,14 @@ class StateFile:
             self.view = found.state
 
     def parsed(self, facts: ModelFacts | None = None) -> StateImage:
-        """Read the state, as one of a model where that is given."""
+        """Read the state, as one of a model where that is given.
+
+        Raises:
+            StateUnreadable: it is the carry of another model.
+            statecodec.StateFormatError: it is no sound state, or none of the model.
+        """
+        if self.carry is not None and facts is not None:
+            self.carry.refuse_other_model(self.path, facts)
         if self.carry is not None and not self.view and facts is None:
             # What a session of a model without a memory saves.
             return statecodec.parse(self.view, facts=statecodec.ModelFacts(sections=()))

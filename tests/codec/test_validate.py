@@ -18,7 +18,7 @@ from statecodec import (
 from tests.codec.cases import CASES
 from tests.codec.goldens import MANIFEST, golden
 from tests.codec.model import parts_of
-from tests.codec.synthetic import Attention, context
+from tests.codec.synthetic import Attention, cells, context, memory, sequence_file
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -89,6 +89,16 @@ def _other_parts(part: CacheFacts | RecurrentFacts) -> list[CacheFacts | Recurre
     wider = (*k[:-1], k[-1] + 32)
     more_v = (*v[:-1], v[-1] + 32) if v else k
     return [CacheFacts(k[1:], v[1:]), CacheFacts((*k, k[0]), (*v, *v[:1])), CacheFacts(wider, v), CacheFacts(k, more_v)]
+
+
+def test_tokens_are_in_the_vocabulary() -> None:
+    """A file that lists a token which the model does not have is another model's; media have none."""
+    body = memory(Attention((cells(3),)))
+    for tokens in ((1, 7, 3), (-1, 1, 3, 5, 6, 7, 0)):
+        image = parse(sequence_file(body, 3, tokens))
+        validate(image, ModelFacts(n_vocab=8))
+        with pytest.raises(Inconsistent, match="less than 7, the size of the vocabulary"):
+            validate(image, ModelFacts(n_vocab=7))
 
 
 def test_parts_say_the_sections() -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from splitctl.carry import file as carries
+from splitctl.carry.fingerprint import Identity
+from splitctl.model.facts import ModelFacts, read_facts
 from tests.codec.goldens import MANIFEST, golden
 from tests.codec.synthetic import Attention, Recurrent, context, memory, sequence, sequence_file, session_file
-from tests.ctl.carry.test_carry import a_carry, a_sequence
+from tests.ctl.carry.test_carry import FINGERPRINT, IDENTITY, a_carry, a_sequence
 from tests.ctl.cli.states import header, said, told
 
 
@@ -182,14 +185,39 @@ def test_tokens_that_an_empty_memory_does_not_hold_are_told(kept: Any, capfd: py
     assert (code, lines[1]) == (0, "  ! the file lists 3 tokens, the memory holds none of them")
 
 
+def carry_of(path: Path, facts: ModelFacts, **changes: Any) -> Path:
+    """A carry of a model, by what its file says."""
+    identity = replace(IDENTITY, **{name: getattr(Identity.of(facts, (), 0), name) for name in _WHOSE})
+    fingerprint = replace(FINGERPRINT, identity=identity)
+    carries.write(path, carries.seal(a_carry(a_sequence(0, n_tokens=5), fingerprint=fingerprint, **changes)))
+    return path
+
+
+_WHOSE = ("header_xxh3_128", "header_bytes", "file_bytes", "architecture")
+
+
 def test_the_carry_of_a_model_without_a_memory_is_sound(
     smollm2: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Its state is no bytes at all; of a model that has a memory that is no state."""
-    path = tmp_path / "carry.safetensors"
-    carries.write(path, carries.seal(a_carry(a_sequence(0, n_tokens=5), state=b"")))
+    bert = header("bert", tmp_path)
+    path = carry_of(tmp_path / "carry.safetensors", read_facts(bert), state=b"")
     code, lines, _ = said(capfd, "validate", path)
     assert (code, ": sound: " in lines[0], "no memory" in lines[0]) == (0, True, True)
-    assert said(capfd, "validate", path, "--model", header("bert", tmp_path))[0] == 0
+    assert said(capfd, "validate", path, "--model", bert)[0] == 0
     assert said(capfd, "inspect", path)[0] == 0
-    assert said(capfd, "validate", path, "--model", smollm2)[0] == 1
+    carry_of(path, read_facts(smollm2), state=b"")
+    code, _, err = said(capfd, "validate", path, "--model", smollm2)
+    assert (code, "no bytes at all" in err) == (1, True)
+
+
+def test_the_carry_of_another_model_is_told(smollm2: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It says whose it is, so a model with the same layers but another file is refused by name."""
+    facts = read_facts(smollm2)
+    path = carry_of(tmp_path / "carry.safetensors", facts, state=golden("x11549-smollm2"))
+    assert said(capfd, "validate", path, "--model", smollm2)[0] == 0
+    for other in ({"header_digest": "0" * 32}, {"file_bytes": facts.file_bytes + 1}, {"architecture": "qwen2"}):
+        carry_of(path, replace(facts, **other), state=golden("x11549-smollm2"))
+        for command, more in (("validate", ()), ("convert", ("-o", tmp_path / "out")), ("diff", (path,))):
+            code, _, err = said(capfd, command, path, *more, "--model", smollm2)
+            assert (code, err.count("\n"), "the carry of another model" in err) == (1, 1, True)
