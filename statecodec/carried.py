@@ -49,7 +49,7 @@ class Carried:
 
     @property
     def state(self) -> memoryview:
-        """The state of all sequences, as `parse` reads it; empty for a model without a memory."""
+        """The state of all sequences, as `parse` reads it; empty without a memory, or where tokens alone were saved."""
         return self.tensors[_STATE].data
 
     def tokens(self, seq_id: int) -> npt.NDArray[np.int32] | None:

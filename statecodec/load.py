@@ -30,7 +30,8 @@ def load(path: str | PathLike[str], *, facts: ModelFacts | None = None, limits: 
         limits: upper bounds.
 
     Returns:
-        The state. Of a carry it is the state in it; `carried` gives its tokens and the rest.
+        The state. Of a carry it is the state in it, without any section where tokens alone were saved; `carried` gives
+            its tokens and the rest.
 
     Raises:
         StateFormatError: the file holds no sound state; checksums of a carry are not looked at.
@@ -43,7 +44,7 @@ def load(path: str | PathLike[str], *, facts: ModelFacts | None = None, limits: 
     carry = carried(data, limits)
     if carry is None:
         return parse(data, facts=facts, limits=limits)
-    if facts is None and not carry.state:
+    if not carry.state:
         facts = ModelFacts(sections=())
     return parse(carry.state, facts=facts, limits=limits)
 

@@ -111,6 +111,8 @@ def validate(*, files: tuple[Path, ...], model: Path | None, screen: Screen) -> 
             carries.check(file.path, file.carry.words, file.carry.found.tensors, file.carry.checksums)
         refuse_part(image)
         noted = [finding.text for finding in statecodec.findings(image)]
+        if file.is_stateless:
+            noted.append("it holds no state: restoring it reads its tokens again")
         if facts is not None and state_facts(facts)[0].sections is None:
             noted.append(f"layers and widths are not judged: no state of {facts.architecture} has been seen")
         # What is not understood may be cut or damaged as well as sound.
@@ -237,6 +239,8 @@ def convert(
             wanted = replace(wanted, architecture=facts.architecture)
         with contextlib.ExitStack() as stack:
             opens = [stack.enter_context(opened(path)) for path in files]
+            for file in opens:
+                file.refuse_stateless()
             if not wanted.is_anything and opens[0].carry is None:
                 raise click.UsageError("say what to change, for example --to-version 11")
             images = [repaired(file, facts) if wanted.drop_tail else file.parsed(facts) for file in opens]
@@ -269,8 +273,10 @@ def diff(*, first: Path, second: Path, nmse: float, model: Path | None, screen: 
     try:
         facts = None if model is None else read_facts(model)
         with opened(first) as one, opened(second) as two:
+            one.refuse_stateless()
             image = one.parsed(facts)
             path = second
+            two.refuse_stateless()
             found = compare(image, two.parsed(facts))
     except _FAULTS as error:
         return _failed(screen, path, error, about=path)

@@ -27,6 +27,7 @@ from splitctl.carry.text import Words, from_texts
 from splitctl.errors import CarryDamaged, SplitctlError
 from splitctl.model.facts import ModelFacts
 from splitctl.switching.state_facts import read_state, state_facts
+from splitctl.switching.tables import SEEN_MEMORIES
 from statecodec import Carried, Salvage, StateFormatError, StateImage
 
 
@@ -112,10 +113,24 @@ class StateFile:
         """
         if self.carry is not None and facts is not None:
             self.carry.refuse_other_model(self.path, facts)
-        if self.carry is not None and not self.view and facts is None:
-            # What a session of a model without a memory saves.
+        if self.is_stateless:
             return statecodec.parse(self.view, facts=statecodec.ModelFacts(sections=()))
         return read_state(self.view, facts)
+
+    @property
+    def is_stateless(self) -> bool:
+        """Whether it is a carry without a state: of a model without a memory, or of a session's tokens alone."""
+        return self.carry is not None and not self.view
+
+    def refuse_stateless(self) -> None:
+        """Refuse a carry without a state, of which nothing else can be made.
+
+        Raises:
+            StateUnreadable: it is one.
+        """
+        if self.is_stateless:
+            action = "splitctl run --restore reads its tokens again"
+            raise StateUnreadable(self.path, "it is a carry without a state", action)
 
     def check(self) -> None:
         """Make sure that the file is still what was mapped."""
@@ -240,7 +255,11 @@ def refuse_part(image: StateImage) -> None:
 
     Raises:
         statecodec.Inconsistent: it is not.
+        statecodec.Truncated: it ends behind the name of an architecture whose models keep a memory.
     """
+    if not image.sections and image.architecture in SEEN_MEMORIES - {"t5encoder"}:
+        wanted = f"the memory, which models of {image.architecture} keep"
+        raise statecodec.Truncated(image.n_bytes, "section 0", "the end of the bytes", wanted)
     if image.content is not statecodec.Content.FULL:
         offset = image.sections[0].offset if image.sections else image.n_bytes
         found = {

@@ -206,7 +206,8 @@ def rows(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"sequence {one['seq_id']}", f"{one['n_cells']} cells, positions {one['pos_min']} to {one['pos_max']}"
     yield from (("note", one["text"]) for one in body["findings"])
     if not body["sections"]:
-        yield "memory", "none: the model keeps nothing between two decodes"
+        why = "the model keeps nothing between two decodes" if body["n_bytes"] else "the tokens alone were saved"
+        yield "memory", f"none: {why}"
     for index, section in enumerate(body["sections"]):
         yield f"section {index}", _section_text(section)
         yield from ((f"  {label}", text) for label, text in _section_rows(section))

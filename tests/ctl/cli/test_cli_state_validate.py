@@ -196,19 +196,32 @@ def carry_of(path: Path, facts: ModelFacts, **changes: Any) -> Path:
 _WHOSE = ("header_xxh3_128", "header_bytes", "file_bytes", "architecture")
 
 
-def test_the_carry_of_a_model_without_a_memory_is_sound(
-    smollm2: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("model", ["bert", "llama-plain"])
+def test_a_carry_without_a_state_is_sound(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of a model without a memory, or of a session whose tokens alone could be parked: it is named, and not damaged."""
+    path = header(model, tmp_path)
+    carry = carry_of(tmp_path / "carry.safetensors", read_facts(path), state=b"")
+    for more in ((), ("--model", path)):
+        code, lines, err = said(capfd, "validate", carry, *more)
+        assert (code, err, len(lines)) == (0, "", 2)
+        assert ": sound: " in lines[0]
+        assert lines[1] == "  ! it holds no state: restoring it reads its tokens again"
+    code, lines, _ = said(capfd, "inspect", carry)
+    assert (code, "memory: none: the tokens alone were saved" in lines) == (0, True)
+    converts = ["convert", carry, "-o", tmp_path / "out"]
+    for arguments in (converts, [*converts, "--form", "file"], ["diff", carry, carry]):
+        code, _, err = said(capfd, *arguments)
+        assert (code, err.count("\n"), (tmp_path / "out").exists()) == (1, 1, False)
+        assert "it is a carry without a state; splitctl run --restore reads its tokens again" in err
+
+
+def test_a_blob_that_ends_behind_its_name_is_incomplete(
+    tmp_path: Path, kept: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its state is no bytes at all; of a model that has a memory that is no state."""
-    bert = header("bert", tmp_path)
-    path = carry_of(tmp_path / "carry.safetensors", read_facts(bert), state=b"")
-    code, lines, _ = said(capfd, "validate", path)
-    assert (code, ": sound: " in lines[0], "no memory" in lines[0]) == (0, True, True)
-    assert said(capfd, "validate", path, "--model", bert)[0] == 0
-    assert said(capfd, "inspect", path)[0] == 0
-    carry_of(path, read_facts(smollm2), state=b"")
-    code, _, err = said(capfd, "validate", path, "--model", smollm2)
-    assert (code, "no bytes at all" in err) == (1, True)
+    """Where models of the architecture keep a memory, it is missing, even if no model is named."""
+    code, _, err = said(capfd, "validate", kept("cut", golden("x11549-dense")[:9]))
+    assert (code, err.count("\n"), "which models of llama keep" in err) == (1, 1, True)
+    assert said(capfd, "validate", kept("x11549-encoder"))[0] == 0
 
 
 def test_the_carry_of_another_model_is_told(smollm2: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
