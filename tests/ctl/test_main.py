@@ -44,7 +44,7 @@ def container() -> list[str]:
     users = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     if unshare is None:
         pytest.skip("util-linux's unshare is not there")
-    command = [unshare, *users, "--pid", "--fork", "--kill-child", "--mount-proc"]
+    command = [unshare, *users, "--pid", "--fork", "--kill-child"]
     if subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
         pytest.skip("the system gives no process namespaces")
     return command
