@@ -15,7 +15,7 @@ import atexit
 import os
 import threading
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import resources
 from itertools import starmap
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import cffi
 
-from llama_native import abi, behaviour, capabilities, discover, observing, rpc
+from llama_native import abi, behaviour, capabilities, discover, observing, rpc, signals
 from llama_native.devices import Device, handles, read_devices, text
 from llama_native.errors import (
     CapabilityMissing,
@@ -147,23 +147,24 @@ class Library:
             yield self._ffi, self._lib
 
     @contextmanager
-    def holding(self) -> Iterator[None]:
+    def holding(self, *, everything: bool = False) -> Iterator[None]:
         """Hold what callbacks and signal handlers raise during calls until the block, or one around it, has ended.
+
+        Args:
+            everything: also what handlers raise between two calls, where the block must not be left half done.
 
         Raises:
             BaseException: the first that was held, in place of what the block itself raised.
         """
-        calls = self._calls
-        if getattr(calls, "held", None) is not None:
-            yield
-            return
-        held: list[BaseException] = []
+        outer: list[BaseException] | None = getattr(self._calls, "held", None)
+        held: list[BaseException] = [] if outer is None else outer
         try:
-            calls.held = held
-            yield
+            self._calls.held = held
+            with signals.guarded(held) if everything else nullcontext():
+                yield
         finally:
-            calls.held = None
-            if held:
+            self._calls.held = outer
+            if held and outer is None:
                 raise held[0]
 
     @property

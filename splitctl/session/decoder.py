@@ -32,7 +32,7 @@ from splitctl.carry.sampling import SamplerSpec, Token
 from splitctl.carry.sequence import common, no_logits, no_tokens
 from splitctl.engine.live import Batch, batches
 from splitctl.engine.sampler import Sampler
-from splitctl.errors import ConfigInvalid, Reason, Refused
+from splitctl.errors import Cancelled, ConfigInvalid, Reason, Refused
 from splitctl.outcome import Stage
 from splitctl.placement import SplitMode
 
@@ -185,19 +185,24 @@ class Decoder:
             Sequence id -> its next token, or why it could not be drawn.
         """
         self.decode_pending(slots)
-        drawn: dict[int, Token | Exception] = {}
         before = {slot.seq_id: _Mark.of(slot) for slot in slots}
         try:
-            for slot in slots:
-                try:
-                    drawn[slot.seq_id] = self._draw(slot)
-                except Exception as error:  # noqa: BLE001 - the others of the step have drawn, and their tokens count
-                    before[slot.seq_id].back(slot)
-                    drawn[slot.seq_id] = error
+            return self._draw_each(slots, before)
         except BaseException:
             for slot in slots:
                 before[slot.seq_id].back(slot)
             raise
+
+    def _draw_each(self, slots: Sequence[Slot], before: Mapping[int, _Mark]) -> dict[int, Token | Exception]:
+        drawn: dict[int, Token | Exception] = {}
+        for slot in slots:
+            try:
+                drawn[slot.seq_id] = self._draw(slot)
+            except Exception as error:  # noqa: BLE001 - the others of the step have drawn, and their tokens count
+                before[slot.seq_id].back(slot)
+                drawn[slot.seq_id] = error
+        if self._live.engine.library.is_interrupted:
+            raise Cancelled("a step")  # what interrupted it comes in its place
         return drawn
 
     def decode_pending(self, slots: Sequence[Slot]) -> None:

@@ -568,7 +568,7 @@ class Session:
         """Free samplers, context and model; a second call does nothing."""
         if self.stage is Stage.CLOSED:
             return
-        with self._live.turn.take("closing"):
+        with self._live.turn.take("closing"), self._live.engine.library.holding(everything=True):
             for slot in self._live.slots.values():
                 slot.clear()
             self._switcher.close()
@@ -583,7 +583,8 @@ class Session:
     def _working(self, what: str) -> Iterator[None]:
         with self._live.turn.take(what):
             self._refuse_gone()
-            yield
+            with self._live.engine.library.holding(everything=True):
+                yield
 
     def _refuse_gone(self) -> None:
         if self.stage in {Stage.PARKED, Stage.CLOSED}:

@@ -161,7 +161,7 @@ class Switcher:
         self._interrupted = None
         pending: SwitchEvent | None = event
         live = self.effects.live
-        with live.placing, live.engine.library.holding():
+        with live.placing, live.engine.library.holding(everything=True):
             while pending is not None:
                 self.state, commands = machine.step(self.state, pending)
                 pending = None

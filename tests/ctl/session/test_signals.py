@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,18 @@ pytestmark = [pytest.mark.stub, needs_compiler]
 
 SCENE = Scene(n_seq=2)
 PROMPT = list(range(40, 90))
+#: Files whose lines stand between two calls of the library.
+GUARDED = (
+    "session/decoder.py",
+    "switching/switcher.py",
+    "switching/effects.py",
+    "switching/machine.py",
+    "switching/transfer.py",
+    "engine/live.py",
+    "engine/engine.py",
+    "engine/slot.py",
+    "engine/sampler.py",
+)
 
 
 @pytest.fixture
@@ -80,6 +93,46 @@ def test_a_draw_that_is_interrupted_is_taken_back(model: Path) -> None:
     """No sequence of the step has a token that nobody got, and each sampler is where it was."""
     found = run_child(child_draw, build(), model).value()
     assert found == {"undrawn": True, "same": True}
+
+
+def child_anywhere(path: str, model: str, work: str, stride: int) -> dict[str, Any]:
+    """Send a signal at one line after the other of those that the work goes through, until it gets to its end."""
+    catch(signal.SIGUSR1)
+    library = Library.open(path)
+    wanted = scenes.straight(library, model, SCENE)
+    session = scenes.start(library, model, SCENE)
+    at, n_lines, n_raised = 0, 0, 0
+
+    def trace(frame: Any, event: str, _argument: object) -> Any:
+        nonlocal n_lines
+        if not frame.f_code.co_filename.endswith(GUARDED):
+            return None
+        n_lines += event == "line"
+        if event == "line" and n_lines == at:
+            signal.raise_signal(signal.SIGUSR1)
+        return trace
+
+    while n_lines >= at:
+        at, n_lines = at + stride, 0
+        sys.settrace(trace)
+        try:
+            if work == "step":
+                session.advance((0, 1))
+            else:
+                is_home = session.placement.mode is SplitMode.LAYER
+                session.switch(session.placement.changed(mode="tensor" if is_home else "layer"))
+        except Alarm:
+            n_raised += 1
+        finally:
+            sys.settrace(None)
+    return {"raised": n_raised == at // stride - 1, "some": n_raised > 10, "same": ends(session) == wanted}
+
+
+@pytest.mark.parametrize(("work", "stride"), [("step", 3), ("switch", 41)])
+def test_a_signal_at_any_line_loses_nothing(model: Path, work: str, stride: int) -> None:
+    """Between two calls of the library too: what the handler raised comes when the work is whole, each time."""
+    found = run_child(child_anywhere, build(), model, work, stride).value()
+    assert found == {"raised": True, "some": True, "same": True}
 
 
 def child_prompt(path: str, model: str) -> dict[str, Any]:
