@@ -241,6 +241,9 @@ def repaired(file: StateFile, facts: ModelFacts | None) -> StateImage:
     except StateFormatError as damage:
         found = statecodec.salvage(file.view, facts=None if facts is None else state_facts(facts)[0])
         if found.image is None:
+            if isinstance(damage, statecodec.Inconsistent) and _is_sound(file.view):
+                # Nothing is wrong with it: it is another model's.
+                raise
             raise NothingKept(file.path, found.damage or damage, found) from None
         image = found.image
     refuse_part(image)
@@ -248,6 +251,14 @@ def repaired(file: StateFile, facts: ModelFacts | None) -> StateImage:
         found_, wanted = "a memory with a format of its own", "a state whose end can be told"
         raise statecodec.NotRepresentable("the tail", found_, wanted, "Save the session again.")
     return image
+
+
+def _is_sound(view: memoryview) -> bool:
+    try:
+        statecodec.parse(view)
+    except StateFormatError:
+        return False
+    return True
 
 
 def refuse_part(image: StateImage) -> None:

@@ -146,6 +146,18 @@ def test_where_nothing_is_whole_the_tokens_are_told(
     assert (code, "Read the tokens again" in err) == (1, True)
 
 
+@pytest.mark.parametrize("name", ["x11549-dense-session-file", "x11549-window", "x11549-dense-sequence-file"])
+def test_a_sound_state_of_another_model_has_no_damaged_tail(
+    name: str, smollm2: Path, kept: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is said that it is another model's, and not to read its tokens with this one."""
+    path = kept(name)
+    code, _, err = said(capfd, "convert", path, "-o", path.with_name("out"), "--drop-tail", "--model", smollm2)
+    assert (code, err.count("\n"), path.with_name("out").exists()) == (1, 1, False)
+    assert "belongs to another model" in err
+    assert "--restore" not in err
+
+
 def test_nothing_is_written_over(kept: Any, capfd: pytest.CaptureFixture[str]) -> None:
     """An output that is there stays, above all the input; --force replaces it, and a failure leaves it."""
     path = kept("x11549-dense")
