@@ -62,5 +62,6 @@ def guarded(held: list[BaseException]) -> Iterator[None]:
         for one in stand_ins.values():
             one.held = None
         for number, one in stand_ins.items():
-            if signal.getsignal(number) is one:  # else a handler or a callback has put another one in its place
+            is_there = signal.getsignal(number) is one
+            if is_there:  # else a handler or a callback has put another one in its place
                 signal.signal(number, one.own)
