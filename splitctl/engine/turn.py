@@ -85,11 +85,11 @@ class Turn:
                 self._switch, self._announcer = what, me
             yield
         finally:
-            with self._mutex:
-                if self._announcer == me:
-                    self._switch, self._announcer = "", None
-                    if self._owner == me:
-                        self._hand_on()
+            try:
+                self._end_switch(me)
+            except BaseException:  # as in `take`
+                self._end_switch(me)
+                raise
 
     def enter_switch(self, timeout_s: float | None, is_cancelled: Callable[[], bool] = lambda: False) -> None:
         """Wait for the token boundary, then hold the turn until the announcement ends; no other work comes between.
@@ -139,12 +139,22 @@ class Turn:
             elif self._owner == ticket.thread:
                 self._hand_on()
 
+    def _end_switch(self, announcer: int) -> None:
+        """Give the turn up if the switch has it, and let another be announced."""
+        with self._mutex:
+            if self._announcer == announcer:
+                if self._owner == announcer:
+                    self._hand_on()
+                self._switch, self._announcer = "", None
+
     def _hand_on(self) -> None:
         """Let the first of those who wait have the turn. The mutex is held."""
         if not self._waiting:
             self._owner = None
             return
-        ticket = self._waiting.popleft()
+        # Python looks for signals after a call: what is raised there must find who has the turn.
+        ticket = self._waiting[0]
+        del self._waiting[0]
         self._owner, self._what = ticket.thread, ticket.what
         ticket.gate.release()
 

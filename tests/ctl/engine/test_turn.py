@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from splitctl.engine import turn as module
 from splitctl.engine.turn import Turn
 from splitctl.errors import Busy, Cancelled, DeadlineExceeded
+from tests.interrupted import Interruption
 
 GUARD_S = 60.0
 
@@ -165,3 +167,40 @@ def test_a_signal_ends_a_wait_and_the_next_one_is_served() -> None:
         thread.join(GUARD_S)
     with turn.take("work"):
         pass
+
+
+def test_a_signal_at_any_place_leaves_the_turn_to_the_others() -> None:
+    """One who waits while another is interrupted on the way in or out gets the turn, and so does a later switch."""
+
+    def wait(turn: Turn) -> None:
+        with turn.take("other work"):
+            pass
+
+    def work(turn: Turn) -> None:
+        with turn.take("work"):
+            others.extend(started(lambda: wait(turn)))
+            assert turn.n_waiting.acquire(timeout=GUARD_S)
+
+    def switch(turn: Turn) -> None:
+        with turn.announce_switch("a switch"):
+            turn.enter_switch(None)
+            others.extend(started(lambda: wait(turn)))
+            assert turn.n_waiting.acquire(timeout=GUARD_S)
+
+    def follow(turn: Turn) -> None:
+        with turn.announce_switch("a later switch"):
+            turn.enter_switch(GUARD_S)
+
+    for what in (work, switch):
+        n, where = 0, "the start"
+        while where:
+            n, turn, others = n + 1, Watched(), list[threading.Thread]()
+            interruption = Interruption(n, module)
+            with interruption.armed():
+                what(turn)
+            where = interruption.where
+            others += started(lambda turn=turn: follow(turn))
+            for thread in others:
+                thread.join(GUARD_S)
+                assert not thread.is_alive(), where
+        assert n > 10
