@@ -16,17 +16,26 @@ _SIGNALS = tuple(
 )
 
 
-class _StandIn:
-    """Calls a signal's own handler at once, and holds what it raises while ``held`` is there."""
+class _Guard:
+    """Where exceptions of handlers go while a block runs; None when it has ended."""
 
-    __slots__ = ("held", "own")
+    __slots__ = ("held",)
 
-    def __init__(self, own: Callable[[int, Any], Any], held: list[BaseException]) -> None:
-        self.own = own
+    def __init__(self, held: list[BaseException]) -> None:
         self.held: list[BaseException] | None = held
 
+
+class _StandIn:
+    """Calls a signal's own handler at once, and holds what it raises while its guard is up."""
+
+    __slots__ = ("guard", "own")
+
+    def __init__(self, own: Callable[[int, Any], Any], guard: _Guard) -> None:
+        self.own = own
+        self.guard = guard
+
     def __call__(self, number: int, frame: Any) -> None:
-        held = self.held
+        held = self.guard.held
         if held is None:
             self.own(number, frame)
             return
@@ -36,31 +45,32 @@ class _StandIn:
             held.append(error)
 
 
-def _own_of(handler: Any) -> Any:
-    # One that an exception at the end of a block left in place passes everything on, and is not stacked.
-    return handler.own if isinstance(handler, _StandIn) else handler
-
-
 @contextmanager
 def guarded(held: list[BaseException]) -> Iterator[None]:
     """Let handlers run as ever, but append to ``held`` what they raise until the block ends.
+
+    A signal that a block around this one guards goes on being guarded by that one.
 
     Thread: any; handlers run in the main thread, so in others nothing is done.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    guard = _Guard(held)
     stand_ins: dict[signal.Signals, _StandIn] = {}
     try:
         for number in _SIGNALS:
-            own = _own_of(signal.getsignal(number))
+            own: Any = signal.getsignal(number)
+            if isinstance(own, _StandIn):
+                if own.guard.held is not None:
+                    continue
+                own = own.own  # an exception at the end of a block left it in place: it is not stacked
             if callable(own):
-                stand_ins[number] = _StandIn(own, held)
+                stand_ins[number] = _StandIn(own, guard)
                 signal.signal(number, stand_ins[number])
         yield
     finally:
-        for one in stand_ins.values():
-            one.held = None
+        guard.held = None  # for all of them at once: none may go on filling a list that nobody reads
         for number, one in stand_ins.items():
             is_there = signal.getsignal(number) is one
             if is_there:  # else a handler or a callback has put another one in its place

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from llama_native import signals
+from tests.interrupted import Interruption
 
 
 class Alarm(Exception):
@@ -59,6 +60,33 @@ def test_one_that_was_left_behind_passes_everything_on() -> None:
         signal.raise_signal(signal.SIGUSR1)
     assert len(held) == 1
     assert signal.getsignal(signal.SIGUSR1) is raising
+
+
+def test_a_block_within_another_does_not_end_its_guard() -> None:
+    """A switch inside a step: what comes behind it in the step is held too."""
+    held: list[BaseException] = []
+    with signals.guarded(held):
+        with signals.guarded(held):
+            signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
+    assert len(held) == 2
+    assert signal.getsignal(signal.SIGUSR1) is raising
+
+
+def test_no_signal_is_swallowed_wherever_a_block_is_interrupted() -> None:
+    """A handler that raises while its own or another signal's stand-in is put in place or taken away is heard again."""
+    signal.signal(signal.SIGUSR2, raising)
+    n, where = 0, "the start"
+    while where:
+        n += 1
+        interruption = Interruption(n, signals)
+        with interruption.armed(), signals.guarded([]):
+            pass
+        where = interruption.where
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            with pytest.raises(Alarm):
+                signal.raise_signal(number)
+    assert n > 20
 
 
 def test_other_threads_change_no_handlers() -> None:
