@@ -135,9 +135,9 @@ class Supervisor:
         return self._streams.open(request)
 
     async def tokenize(self, asked: Mapping[str, Any]) -> orders.Tokenized:
-        """Turn a text, a chat or tokens (fields of `orders.Tokenize`) into tokens and texts; raises as `save`."""
+        """Do what fields of `orders.Tokenize` ask for; raises as `save`."""
         self._refuse_gone()
-        found: orders.Tokenized = await self._ask(orders.Tokenize(self._pending.number(), **asked, with_texts=True))
+        found: orders.Tokenized = await self._ask(orders.Tokenize(self._pending.number(), **asked))
         return found
 
     async def switch(

@@ -52,7 +52,7 @@ class Tokens:
             _TOKENIZE.refuse_others(body)
             with_pieces = _flag(body, "with_pieces")
             special = {"add_special": _flag(body, "add_special"), "parse_special": _flag(body, "parse_special", "yes")}
-            return {"text": _content(body), **special}
+            return {"text": _content(body), "with_pieces": with_pieces, **special}
 
         found = await self._ask(request, read)
         if not with_pieces:
@@ -71,7 +71,7 @@ class Tokens:
             if not isinstance(tokens, list) or not all(type(one) is int and 0 <= one < n_vocab for one in tokens):
                 wanted = f"a list of tokens, each from 0 to {n_vocab - 1}"
                 raise ApiError(400, f"tokens is {shown(tokens)}; wanted: {wanted}", param="tokens")
-            return {"tokens": tuple(tokens)}
+            return {"tokens": tuple(tokens), "with_pieces": True}
 
         found = await self._ask(request, read)
         return JSONResponse({"content": b"".join(found.pieces).decode("utf-8", "replace")})
@@ -82,7 +82,8 @@ class Tokens:
 
         def read(body: Body) -> dict[str, Any]:
             asked = bodies.chat(body, name).request
-            return {one: getattr(asked, one) for one in ("messages", "chat_template_kwargs", "continue_final_message")}
+            given = ("messages", "chat_template_kwargs", "continue_final_message")
+            return {"text_alone": True, **{one: getattr(asked, one) for one in given}}
 
         return JSONResponse({"prompt": (await self._ask(request, read)).text})
 

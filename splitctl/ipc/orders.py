@@ -86,7 +86,8 @@ class Tokenize:
     Attributes:
         messages: a chat in place of a text: objects with role and content.
         tokens: tokens in place of a text.
-        with_texts: give the texts as well.
+        with_pieces: give the bytes of each token as well.
+        text_alone: give the text that a chat becomes, and no tokens.
         add_special: put the model's first token before a text.
         parse_special: let names of special tokens in a text be those tokens.
         chat_template_kwargs: more variables of the template.
@@ -101,7 +102,8 @@ class Tokenize:
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: str | None = None
     tokens: tuple[int, ...] | None = None
-    with_texts: bool = False
+    with_pieces: bool = False
+    text_alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +213,7 @@ class Tokenized:
     """Tokens of a text.
 
     Attributes:
-        text: what was tokenized, of a chat what the template made of it; empty unless asked for.
+        text: what the template made of a chat; empty unless asked for.
         pieces: bytes of each token, control tokens by name; none unless asked for.
     """
 

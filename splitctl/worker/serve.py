@@ -233,6 +233,7 @@ class _Server:
         self._batcher = Batcher(session, report)
         self._on_trial: SwitchOutcome | None = None
         self._last_reported: SwitchOutcome | None = None
+        self._pieces: dict[int, bytes] = {}
 
     def run(self) -> JobEvent:
         """Carry out orders and carry on streams; returns the last event."""
@@ -243,7 +244,8 @@ class _Server:
                     return Result({})
                 if order is not None:
                     self._carry_out(order)
-                else:
+                # However many orders come, the streams have a decode after each that takes time.
+                if not isinstance(order, orders.Start | orders.Halt):
                     self._batcher.turn()
                 self._report_trial()
         except Parked as error:
@@ -297,7 +299,7 @@ class _Server:
     def _tokenize(self, order: orders.Tokenize) -> Report:
         if sum(one is not None for one in (order.text, order.messages, order.tokens)) != 1:
             raise ConfigInvalid("text", order.text, "a text, messages or tokens, one of them")
-        text = order.text or ""
+        tokens, text = order.tokens, order.text or ""
         if order.messages is not None:
             text = prompts.chat_text(
                 self._session,
@@ -305,15 +307,15 @@ class _Server:
                 chat_template_kwargs=order.chat_template_kwargs,
                 continue_final_message=order.continue_final_message,
             )
-        tokens = order.tokens
+            if order.text_alone:
+                return orders.Tokenized(order.order, (), text)
         if tokens is None:
             parse_special = order.parse_special or order.messages is not None
             tokens = tuple(
                 prompts.text_tokens(self._session, text, add_special=order.add_special, parse_special=parse_special)
             )
-        if not order.with_texts:
-            return orders.Tokenized(order.order, tokens)
-        return orders.Tokenized(order.order, tokens, text, prompts.pieces_of(self._session, tokens))
+        pieces = prompts.pieces_of(self._session, tokens, self._pieces, self._report.tick) if order.with_pieces else ()
+        return orders.Tokenized(order.order, tokens, pieces=pieces)
 
     def _switch(self, order: orders.Switch, checked: Checked) -> Report:
         share = Steps(lambda stage, done: self._report(orders.StageReached(order.order, stage, done)))

@@ -627,6 +627,23 @@ def test_orders_that_cannot_be_done_fail_and_nothing_else(
     assert worker.run(start(0)) == alone[0][:N]
 
 
+def test_streams_go_on_however_many_orders_come(slow_worker: DrivenWorker) -> None:
+    """Between two orders that take time there is a decode: a client that asks without end stops no stream."""
+    slow_worker.send(start(0, n=LONG))
+    slow_worker.until_drawn(0, 2)
+    n_before = len(slow_worker.of(Step))
+    slow_worker.send(*(orders.Tokenize(number, text="ab") for number in range(20)))
+    slow_worker.until(orders.Tokenized, lambda one: one.order == 19)
+    assert len(slow_worker.of(Step)) - n_before >= 19
+
+
+def test_texts_of_tokens_are_given_to_whom_they_are_wanted_by(worker: DrivenWorker) -> None:
+    """A text's tokens come alone, or each with its bytes."""
+    worker.send(orders.Tokenize(1, text="aba"), orders.Tokenize(2, text="aba", with_pieces=True))
+    assert worker.until(orders.Tokenized).pieces == ()
+    assert worker.until(orders.Tokenized).pieces[-3:] == (b"a", b"b", b"a")
+
+
 def test_a_decode_that_fails_ends_its_streams_alone(model: Path, library: Path, env: dict[str, str]) -> None:
     """The library refuses a decode: the streams in it end with its words, and the next one is served."""
     with serving(model, library, Open(PLACE), env={**env, "STUB_FAULTS": "decode:fail@4"}) as worker:

@@ -1,0 +1,27 @@
+"""Texts and chats as tokens, and tokens as texts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from splitctl.worker.prompts import pieces_of
+
+
+def test_a_token_is_looked_up_once() -> None:
+    """A request may hold a million tokens, and a look at the library takes microseconds: each is remembered."""
+    asked: list[int] = []
+    alive: list[int] = []
+
+    def piece(token: int, **_special: bool) -> bytes:
+        asked.append(token)
+        return bytes([token])
+
+    session = cast("Any", SimpleNamespace(model=SimpleNamespace(has_tokenizer=True, n_vocab=256, piece=piece)))
+    known: dict[int, bytes] = {}
+    for _ in range(2):
+        found = pieces_of(session, [97, 98, 97] * 1000, known, lambda: alive.append(len(asked)))
+        assert found == (b"a", b"b", b"a") * 1000
+    assert asked == [97, 98]
+    # It says that it lives while it looks.
+    assert alive == [0, 1]
