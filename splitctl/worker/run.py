@@ -12,7 +12,7 @@ from typing import Any
 
 from llama_native import Library, NativeError
 from splitctl.carry.sampling import SamplerSpec
-from splitctl.errors import Cancelled, ContextFull, Parked, Refused, SplitctlError
+from splitctl.errors import Cancelled, ConfigInvalid, ContextFull, Parked, Refused, SplitctlError
 from splitctl.ipc.jobs import Failure, JobEvent, Partial, Piece, Progress, Result, RunRequest
 from splitctl.ipc.probes import Prober
 from splitctl.ipc.reserving import Reserver
@@ -216,7 +216,6 @@ def _work(
         state.load_ms = _ms_since(started)
         state.placement = session.placement
         if request.restore is not None:
-            emit(Progress("restoring", None, str(request.restore)))
             _restore(session, request.restore, request, emit, state)
         if request.prompt:
             _read_prompt(session, request, emit, steps, state)
@@ -242,6 +241,8 @@ def _restore(session: Session, path: Path, request: RunRequest, emit: Emit, stat
     if restored.recomputed:
         emit(Progress("restored", None, restored.reason))
     saved = next((one for one in session.sequences() if one.seq_id == 0), None)
+    if saved is None and not request.prompt:
+        raise ConfigInvalid("prompt", "none", "a prompt (-p or -f): the restored session is empty")
     if saved is None or saved.sampler == SamplerSpec():
         return
     fields = {name: getattr(request.sampler, name) for name in request.sampler_named}
@@ -269,8 +270,8 @@ def _read_prompt(session: Session, request: RunRequest, emit: Emit, steps: Steps
 
 def _prompt_tokens(session: Session, request: RunRequest) -> list[int]:
     """Turn the prompt into tokens, through the model's chat template where that is asked for."""
-    # A prompt that follows a restored session begins no text, so it gets no special token of its own.
-    add_special = request.restore is None
+    # A prompt that follows what was restored begins no text, so it gets no special token of its own.
+    add_special = not session.tokens()
     if not request.chat:
         return text_tokens(session, request.prompt, add_special=add_special, parse_special=False)
     text = chat_text(session, chat.messages_from(request.prompt))

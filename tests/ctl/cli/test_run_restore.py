@@ -88,6 +88,19 @@ def test_tokens_that_are_read_again_are_told_on_stderr(home: House, stub: list[s
     assert done.returncode == 0, done.stderr.decode()
     (line,) = [line for line in done.stderr.decode().splitlines() if line.startswith("restored:")]
     assert "the tokens were read again:" in line
+    assert done.stderr.count(b"restoring: ") == 1
+
+
+def test_an_empty_session_wants_a_prompt_and_begins_a_text_with_it(home: House, stub: list[str | Path]) -> None:
+    """Without one the line says so; with one the tokens are those of a run that restored nothing."""
+    path = home.folder / "empty"
+    path.write_bytes(struct.pack("<4sIIII", b"qsgg", 4, 0, 1, 0))
+    done = home.run("run", *stub, "--restore", path)
+    assert (done.returncode, b"a prompt (-p or -f)" in done.stderr) == (2, True), done.stderr.decode()
+    flags = ["-p", "hello", "-n", "4", "--temp", "0"]
+    fresh, begun = home.json("run", *stub, *flags), home.json("run", *stub, *flags, "--restore", path)
+    assert begun["tokens"] == fresh["tokens"]
+    assert begun["timings"]["prompt"]["n"] == fresh["timings"]["prompt"]["n"]
 
 
 def test_a_state_too_large_is_refused_and_names_the_flag(home: House, stub: list[str | Path]) -> None:
