@@ -23,7 +23,7 @@ from splitctl.errors import SplitctlError
 from splitctl.http.admin import Admin
 from splitctl.http.chat import Chat
 from splitctl.http.devices import Devices
-from splitctl.http.errors import ApiError, api_error
+from splitctl.http.errors import ApiError, api_error, fault_of_ours
 from splitctl.http.guard import Guard
 from splitctl.http.intake import HttpLimits, Intake
 from splitctl.http.metrics import CONTENT_TYPE, Metrics
@@ -88,7 +88,7 @@ def make_app(
             Route(path, _counted(answer, path, metrics), methods=[method])
             for method, path, answer in _routes(chat, Tokens(host, intake, chat), admin, metrics)
         ],
-        exception_handlers={HTTPException: functools.partial(_not_found, metrics=metrics)},
+        exception_handlers={HTTPException: functools.partial(_not_found, metrics=metrics), Exception: _failed},
     )
     # A redirect would be built from the Host header, which may be anything.
     app.router.redirect_slashes = False
@@ -171,6 +171,10 @@ async def _not_found(request: Request, error: Exception, *, metrics: Metrics) ->
     if isinstance(error, HTTPException) and error.headers:
         response.headers.update(error.headers)
     return response
+
+
+async def _failed(_request: Request, _error: Exception) -> Response:
+    return fault_of_ours().response()
 
 
 async def _page(_request: Request) -> Response:

@@ -115,6 +115,11 @@ def prompt_too_long(n_prompt: int, n_ctx: int, *, at_least: bool = False) -> Api
     )
 
 
+def fault_of_ours() -> ApiError:
+    """Give the answer to a request over which our own code failed."""
+    return ApiError(500, "a fault of splitctl; its log says more, please report it", code="internal")
+
+
 def api_error(error: SplitctlError) -> ApiError:
     """Turn an error of the session into an answer."""
     match error:

@@ -45,11 +45,13 @@ class Fields:
         for name, value in found.items():
             if value is None or name in self.read or name in self.harmless:
                 continue
-            is_neutral, why = self.neutral[name] if name in self.neutral else (_is_empty, self._unknown(name))
+            is_neutral, why = self.neutral.get(name, (_is_empty, ""))
             if not is_neutral(value):
-                full = f"{where}.{name[:_SHOWN]}" if where else name[:_SHOWN]
-                param = (where or full).partition("[")[0]
-                raise ApiError(400, f"{full} is {shown(value)}; {why}", param=param, code="unsupported")
+                # Escaped: it may hold half a character.
+                plain = repr(name[:_SHOWN])[1:-1]
+                full = f"{where}.{plain}" if where else plain
+                message = f"{full} is {shown(value)}; {why or self._unknown(name)}"
+                raise ApiError(400, message, param=(where or full).partition("[")[0], code="unsupported")
 
     def _unknown(self, name: str) -> str:
         close = difflib.get_close_matches(name[:_SHOWN], sorted(self.read), 1)

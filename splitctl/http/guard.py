@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from splitctl.errors import SplitctlError
-from splitctl.http.errors import ApiError, api_error
+from splitctl.http.errors import ApiError, api_error, fault_of_ours
 from splitctl.http.intake import MAX_HEAD_BYTES, head_too_long
 
 #: What anybody who reaches the port may see: whether the server is up, and a page that asks for the key itself.
@@ -81,7 +81,7 @@ class Guard:
             return
         except Exception as error:  # noqa: BLE001 - the last stand: a fault of ours must not end the host
             self._log(f"http: {scope['method']} {scope['path']!r} failed: {type(error).__name__}: {error}")
-            failure = ApiError(500, "a fault of splitctl; its log says more, please report it", code="internal")
+            failure = fault_of_ours()
         else:
             return
         self._on_refused(failure.status)

@@ -163,6 +163,7 @@ def test_harmless_fields_may_hold_anything(value: Any) -> None:
         ({"continue_final_message": True}, "continue_final_message"),
         ({"stop_words": ["x"]}, "stop_words"),
         ({"x" * 10_000: 1}, "x" * 60),
+        ({"\ud800": 1}, "\\ud800"),
     ],
 )
 def test_a_completion_refuses_what_is_a_chats_and_what_nobody_knows(more: dict[str, Any], param: str) -> None:
@@ -171,6 +172,17 @@ def test_a_completion_refuses_what_is_a_chats_and_what_nobody_knows(more: dict[s
         bodies.completion({"prompt": "a", **more}, "m")
     assert (refused.value.status, refused.value.param, refused.value.code) == (400, param, "unsupported")
     assert len(refused.value.message) < 300
+    assert refused.value.response().status_code == 400
+
+
+def test_a_near_name_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body may hold a million unknown fields without a value: none of them takes the time of a look."""
+
+    def look(*_: object) -> list[str]:
+        raise AssertionError("it looks for a name that it will not show")
+
+    monkeypatch.setattr("difflib.get_close_matches", look)
+    bodies.completion({"prompt": "a", "x": "", "y": [], "z": {}}, "m")
 
 
 @pytest.mark.parametrize(

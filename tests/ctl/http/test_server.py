@@ -368,6 +368,16 @@ def test_who_hangs_up_is_let_go_of_while_the_session_works(
         assert served.lines == []
 
 
+def test_a_fault_of_ours_is_an_error_like_any_other() -> None:
+    """Its answer has the shape of all errors and none of its words, and the log says what it was."""
+    with site() as served:
+        served.session.error = RuntimeError("the moon is down")
+        answer = served.post("/v1/completions", {"prompt": "a"})
+        assert (answer.status, answer.error["code"], answer.error["type"]) == (500, "internal", "server_error")
+        assert "moon" not in answer.error["message"]
+    assert ["moon" in line for line in served.lines] == [True]
+
+
 def test_a_refusal_is_counted_whoever_it_comes_from() -> None:
     """Requests that are turned away before any route looks at them are counted as well."""
     with site(HttpConfig(port=0, api_keys=("k",))) as served:
