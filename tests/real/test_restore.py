@@ -10,7 +10,7 @@ import cffi
 import numpy as np
 import pytest
 
-from llama_native import Library, sequence_state_get, sequence_state_size, state_get, state_size
+from llama_native import sequence_state_get, sequence_state_size, state_get, state_size
 from splitctl import CarryDamaged, CarryMismatch, Refused, SamplerSpec, Session
 from tests.real.conftest import SMALL_PROMPT, Opener, base
 
@@ -66,7 +66,6 @@ def _refused(session: Session, fresh: Session, path: Path) -> str:
     return str(error.value)
 
 
-@pytest.mark.every_build
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("n_seq", [1, 2])
 def test_a_state_larger_than_its_context_is_refused_with_both_numbers(
@@ -159,9 +158,8 @@ def test_a_file_that_cannot_be_restored_is_named(
     assert session.tokens() == SMALL_PROMPT
 
 
-def test_positions_without_tokens_are_refused(open_small: Opener, library: Library, tmp_path: Path) -> None:
+def test_positions_without_tokens_are_refused(open_small: Opener, tmp_path: Path) -> None:
     """A slot file whose token list is empty though its cache is not: nobody knows what it was made from."""
-    del library
     session = open_small()
     session.prefill(SMALL_PROMPT)
     _slot_file(session, tmp_path / "slot")
