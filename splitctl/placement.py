@@ -28,6 +28,8 @@ MAX_SHARES = 128
 
 #: Shares are compared after scaling to a sum of one and rounding to this many digits (they are C floats).
 _SHARE_DIGITS = 6
+#: The library adds shares up in floats of 32 bits.
+_MAX_SHARE = 1e30
 
 _INT32_MAX = 2**31 - 1
 
@@ -107,16 +109,16 @@ def check_tensor_split(shares: Sequence[float], *, max_shares: int = MAX_SHARES)
         max_shares: how many shares are allowed.
 
     Raises:
-        PlacementInvalid: empty, too long, a share not finite or negative, or all zero.
+        PlacementInvalid: empty, too long, a share negative or too large for the library's floats, or all zero.
     """
     if not shares:
         raise PlacementInvalid("tensor_split", (), "one share or more, or left out")
     if len(shares) > max_shares:
         raise PlacementInvalid("tensor_split", f"{len(shares)} shares", f"{max_shares} shares at most (one a device)")
     for share in shares:
-        if not math.isfinite(share) or share < 0:
-            raise PlacementInvalid("tensor_split", tuple(shares), "finite shares of zero or more")
-    if not any(shares):
+        if not 0 <= share <= _MAX_SHARE:
+            raise PlacementInvalid("tensor_split", tuple(shares), f"shares from 0 to {_MAX_SHARE:g}")
+    if max(shares) < 1 / _MAX_SHARE:
         raise PlacementInvalid("tensor_split", tuple(shares), "more than zero on one device at least")
 
 
@@ -253,6 +255,8 @@ class Placement:
         Raises:
             PlacementInvalid: an unknown field, or a value of the wrong kind or out of range.
         """
+        if not isinstance(plain, Mapping):
+            raise PlacementInvalid("placement", plain, "an object of the fields " + " ".join(FLAGS))
         return cls(**{name: _fitting(name, value) for name, value in plain.items()})
 
 

@@ -30,9 +30,11 @@ def test_split_text_is_read(text: str, shares: tuple[float, ...] | None) -> None
     assert parse_tensor_split(text) == shares
 
 
-@pytest.mark.parametrize("text", ["nan,1", "inf,1", "-1,2", "0,0", "a,b", "1,,2", "1;2", ",", "0x1,1"])
+@pytest.mark.parametrize(
+    "text", ["nan,1", "inf,1", "1e308,1e308", "1e39", "1e-60,0", "-1,2", "0,0", "a,b", "1,,2", "1;2", ",", "0x1,1"]
+)
 def test_split_text_that_is_no_split_is_refused(text: str) -> None:
-    """NaN, infinity, negative, all zero and words are refused with the field's name."""
+    """NaN, negative and words are refused with the field's name, and so is what a 32-bit float makes infinity or 0."""
     with pytest.raises(PlacementInvalid, match="tensor_split") as caught:
         parse_tensor_split(text)
     assert caught.value.field == "tensor_split"
@@ -147,9 +149,18 @@ def test_json_round_trip() -> None:
 
 @pytest.mark.parametrize(
     "plain",
-    [{"mode": "rows"}, {"n_ctx": "4"}, {"n_ctx": True}, {"devices": 3}, {"tensor_split": ["a"]}, {"colour": 1}],
+    [
+        5,
+        None,
+        {"mode": "rows"},
+        {"n_ctx": "4"},
+        {"n_ctx": True},
+        {"devices": 3},
+        {"tensor_split": ["a"]},
+        {"colour": 1},
+    ],
 )
-def test_json_of_the_wrong_kind_is_refused(plain: dict[str, object]) -> None:
+def test_json_of_the_wrong_kind_is_refused(plain: Any) -> None:
     """A field of the wrong kind, or no field at all, is refused by name."""
     with pytest.raises(PlacementInvalid):
         Placement.from_json(plain)
