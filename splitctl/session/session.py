@@ -364,7 +364,8 @@ class Session:
 
     def why_full(self, seq_id: int, n_new: int) -> ContextFull | None:
         """Return the error that so many more tokens would be; None where they fit. A unified cache counts as one."""
-        with self._working("counting its room"):
+        with self._live.turn.take("counting its room"):
+            self._refuse_gone()
             return self._live.why_full(self._slot(seq_id).seq_id, n_new)
 
     def sequences(self) -> tuple[SequenceCarry, ...]:
