@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from llama_native.errors import HandleClosed
@@ -67,8 +67,12 @@ class Handle(ABC):
         if self.library.forked:
             self.owned.release(None)
             return
-        with self.library.calling() as (_, lib):
+        with self.library.calling() as (_, lib), self._alone():
             self.owned.release(lib)
+
+    def _alone(self) -> AbstractContextManager[Any]:
+        """Wait for whoever uses it without the library's lock, which is held."""
+        return nullcontext()
 
     @contextmanager
     def _making(self) -> Iterator[tuple[Any, Any]]:

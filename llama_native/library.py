@@ -200,11 +200,14 @@ class Library:
     def bury(self, owned: Owned) -> None:
         """Free a C object whose handle is gone: now, or where a call is under way, before the next one."""
         self._graves.append(owned)
-        if self._lock.acquire(blocking=False):
-            try:
+        taken: list[bool] = []
+        try:
+            taken.extend(starmap(self._lock.acquire, ((False,),)))  # as in `call`
+            if taken[0]:
                 self._owner = threading.get_ident()
                 self._free_buried()
-            finally:
+        finally:
+            if taken == [True]:
                 self._owner = None
                 self._lock.release()
 

@@ -2,7 +2,7 @@
 
 Ownership: a Model owns its ``llama_model`` pointer (freed by ``llama_model_free``) and keeps alive every C object
 that the library may read while it lives: device array, tensor_split, callbacks. Contexts and adapters stand on
-it, and are closed before it. Thread: any; every call holds the library's lock.
+it, and are closed before it. Thread: any; every call holds the library's lock, but for those of the vocabulary.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from llama_native.params import LoadMode, ModelParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from llama_native.library import Library
 
@@ -184,10 +185,8 @@ class Model(Handle):
         above = [one for one in self.owned.above if one.pointer is not None]
         self.owned.above = [*above, handle.owned] if isinstance(handle, Adapter) else [handle.owned, *above]
 
-    def close(self) -> None:
-        """Free the model, after every context and adapter on it; a second call does nothing."""
-        with self._vocabulary:
-            super().close()
+    def _alone(self) -> AbstractContextManager[Any]:
+        return self._vocabulary
 
     @staticmethod
     def _free(lib: Any, pointer: Any) -> None:
@@ -199,7 +198,7 @@ class Model(Handle):
     @contextmanager
     def _asking(self) -> Iterator[tuple[Any, Any]]:
         """Ask the vocabulary, which is there while the model is; other calls, a decode among them, go on meanwhile."""
-        with self._vocabulary, self.library.asking() as found:
+        with self.library.asking() as found, self._vocabulary:
             _ = self.pointer
             yield found
 
