@@ -75,8 +75,9 @@ class PendingOrders:
         else:
             waiting.answer.set_result(report)
 
-    def lost(self, reason: str) -> None:
-        """Note how the worker ended."""
+    def lost(self, reason: str) -> bool:
+        """Note how the worker ended; says whether an order has failed by it."""
+        n_before = len(self._waiting)
         for number, one in list(self._waiting.items()):
             if one.is_sent and one.on_loss is OnLoss.FAIL:
                 what = type(one.order).__name__.lower()
@@ -84,6 +85,7 @@ class PendingOrders:
                 self._fail(number, RequestFailed(Fault.INTERNAL, "WorkerLost", message))
             elif one.on_loss is OnLoss.REPEAT:
                 one.is_sent = False
+        return len(self._waiting) < n_before
 
     def fail(self, error: SplitctlError, *kinds: type) -> None:
         """Give up on orders of these kinds; without any on all orders but those that are held."""

@@ -6,7 +6,8 @@ Laws:
     1. The placement that the session is at home in comes first: where it served before the switch that is under way or
        on trial, once that has sealed; else where it serves.
     2. A sealed carry is tried before tokens are read again, and only while its arena still holds it.
-    3. Nothing is tried twice for ever: a loss without a token since the last one goes on to the next attempt.
+    3. Nothing is tried twice for ever: a loss without a token since the last one goes on to the next attempt, unless a
+       client's order has failed by it.
     4. A worker that somebody killed says nothing about what it was trying: that is tried again, a few times.
     5. The last attempt but parking is to serve without the streams over which workers died: one request does not take
        the session from everybody else.
@@ -49,7 +50,7 @@ class Loss:
         seal: the carry that goes with it; None where there is none.
         previous: where it served before that; None where it did not.
         target: where a switch was to bring it; None without one under way or on trial.
-        had_progress: a token has come since the last loss, or there was none.
+        had_progress: a token has come since the last loss, or there was none, or an order has failed that nobody repeats.
         was_idle: the worker had nothing to do.
         was_killed: somebody else ended it: the system that is short of memory, or a person.
     """

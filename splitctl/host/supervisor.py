@@ -428,19 +428,16 @@ class Supervisor:
         reason = end.reason
         if end.failure is not None and end.failure.fault is Fault.PARKED:
             self._files.note_parked_by_worker(end.failure.body)
+        was_idle = not (self._pending.is_expecting() or self._streams.ledger.is_working)
+        # An order that has failed is not there to end the next worker too.
+        had_progress = self._pending.lost(reason) or self._streams.had_progress
         if self._state is not HostState.SERVING:
             # Whoever opened it, or is closing it, handles its end.
-            self._pending.lost(reason)
             return
-        loss = self._switches.lost(
-            had_progress=self._streams.had_progress,
-            was_idle=not (self._pending.is_expecting() or self._streams.ledger.is_working),
-            was_killed=end.was_killed,
-        )
+        loss = self._switches.lost(had_progress=had_progress, was_idle=was_idle, was_killed=end.was_killed)
         self._state, self._lost_at = HostState.RECOVERING, time.monotonic()
         self._log(f"{reason}; recovering")
         self._hub.publish(events.WorkerGone(pid, reason))
-        self._pending.lost(reason)
         self._streams.lost(reason)
         self._spawn(self._recover(loss, reason))
 

@@ -285,6 +285,23 @@ def client_sampler(scene: Scene, stream: int) -> Any:
     return next(start.sampler for link in scene.links for start in link.starts() if start.stream == stream)
 
 
+def test_orders_that_end_workers_do_not_park_the_session(tmp_path: Path) -> None:
+    """What a client asks for and nobody repeats fails, however often it does so: the session serves the others on."""
+
+    async def script(scene: Scene) -> None:
+        for n in range(2, 7):
+            asked = asyncio.ensure_future(scene.supervisor.tokenize({"text": "x"}))
+            await scene.order(Tokenize)
+            scene.link.die("the worker ended")
+            with pytest.raises(RequestFailed, match="the session goes on, try again"):
+                await asked
+            (await scene.next_link(n)).open()
+            await soon(lambda: scene.supervisor.state is HostState.SERVING)
+        assert scene.supervisor.status()["worker_restarts"] == 5
+
+    play(tmp_path, script)
+
+
 def test_an_end_that_was_lost_is_not_asked_for_again(tmp_path: Path) -> None:
     """Where all tokens came and only the end did not, the stream ends as soon as a worker serves."""
 
