@@ -136,7 +136,11 @@ def _tensor(cursor: Cursor, name: str, slot: Any, start: int) -> npt.NDArray[Any
     if offsets != wanted:
         raise Inconsistent(cursor.offset, f"{where} offsets", offsets, wanted)
     cursor.require(count * dtype.itemsize, where)
-    return cursor.records(dtype, count, where).reshape(shape)
+    row = cursor.records(dtype, count, where)
+    try:
+        return row.reshape(shape)
+    except ValueError as error:  # an axis of 0 makes any others small enough for the file, and not for numpy
+        raise BadField(cursor.offset, f"{where} shape", f"{shape!r:.80}", "lengths that an array can have") from error
 
 
 def _are_counts(value: Any, most: int) -> TypeGuard[list[int]]:

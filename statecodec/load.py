@@ -52,6 +52,8 @@ def load(path: str | PathLike[str], *, facts: ModelFacts | None = None, limits: 
 def _mapped(path: str | PathLike[str]) -> memoryview:
     try:
         return memoryview(np.memmap(path, dtype=np.uint8, mode="r").data)
+    except OSError:  # that of a pipe, which has no end to seek, is a ValueError too
+        raise
     except ValueError:
         # An empty file cannot be mapped.
         return memoryview(b"")

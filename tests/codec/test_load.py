@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import resource
 import struct
 import tracemalloc
@@ -149,6 +150,8 @@ def test_a_large_file_costs_no_memory(tmp_path: Path) -> None:
         (container({"state": slot(0, 4), "a": slot(5, 6)}, bytes(6)), Inconsistent, "offsets"),
         (container({"state": slot(0, 1 << 62)}, bytes(4)), Truncated, "tensor 'state'"),
         (container({"state": slot(0, 0, "F32", [1 << 62, 1 << 62])}), Inconsistent, "offsets"),
+        (container({"state": slot(0, 0, shape=[0, 1 << 62, 1 << 62])}), StateFormatError, "an array can have"),
+        (container({"state": slot(0, 0, shape=[0, 1 << 70])}), StateFormatError, "an array can have"),
         (container({"state": slot(0, 4, "F64")}, bytes(4)), StateFormatError, "dtype of U8"),
         (container({"state": slot(0, 4, shape=[-4])}, bytes(4)), StateFormatError, "shape"),
         (container({"state": slot(0, 4, shape=[1] * 9)}, bytes(4)), StateFormatError, "shape"),
@@ -216,3 +219,15 @@ def test_what_cannot_be_opened_is_an_os_error(tmp_path: Path) -> None:
         load(tmp_path / "absent")
     with pytest.raises(IsADirectoryError):
         load(tmp_path)
+
+
+def test_a_pipe_is_no_empty_file(tmp_path: Path) -> None:
+    """It has no size, and nothing in it is looked at."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    fd = os.open(path, os.O_RDWR)
+    try:
+        with pytest.raises(OSError, match="seek"):
+            load(path)
+    finally:
+        os.close(fd)
