@@ -218,6 +218,11 @@ class _Serving:
             self._n_stops -= 1
             self._log(f"not stopped: {error}")
             raise
+        except Exception:
+            # A fault of ours in the middle of the end leaves nothing to go on with.
+            self._code = ExitCode.FAILED
+            self._over.set()
+            raise
         if not self._over.is_set():
             self._over.set()
             self._say_ended(body)
