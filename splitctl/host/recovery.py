@@ -50,7 +50,7 @@ class Loss:
         seal: the carry that goes with it; None where there is none.
         previous: where it served before that; None where it did not.
         target: where a switch was to bring it; None without one under way or on trial.
-        had_progress: a token has come since the last loss, or there was none, or an order has failed that nobody repeats.
+        had_progress: a token has come since the last loss, or there was none, or a client's order has failed by it.
         was_idle: the worker had nothing to do.
         was_killed: somebody else ended it: the system that is short of memory, or a person.
     """

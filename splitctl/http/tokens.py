@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -57,8 +57,8 @@ class Tokens:
         found = await self._ask(request, read)
         if not with_pieces:
             return JSONResponse({"tokens": list(found.tokens)})
-        pieces = zip(found.tokens, found.pieces, strict=True)
-        return JSONResponse({"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in pieces]})
+        pieces = {token: _piece(piece) for token, piece in _pieces(found)}
+        return JSONResponse({"tokens": [{"id": token, "piece": pieces[token]} for token in found.tokens]})
 
     async def detokenize(self, request: Request) -> Response:
         """Give the text of tokens."""
@@ -74,7 +74,8 @@ class Tokens:
             return {"tokens": tuple(tokens), "with_pieces": True}
 
         found = await self._ask(request, read)
-        return JSONResponse({"content": b"".join(found.pieces).decode("utf-8", "replace")})
+        pieces = dict(_pieces(found))
+        return JSONResponse({"content": b"".join(pieces[token] for token in found.tokens).decode("utf-8", "replace")})
 
     async def apply_template(self, request: Request) -> Response:
         """Give the text that the model's template makes of a chat."""
@@ -111,6 +112,10 @@ def _flag(body: Body, name: str, default: str = "") -> bool:
     if value is not None and not isinstance(value, bool):
         raise ApiError(400, f"{name} is {shown(value)}; wanted: true or false", param=name)
     return bool(default) if value is None else value
+
+
+def _pieces(found: Tokenized) -> Iterable[tuple[int, bytes]]:
+    return zip(dict.fromkeys(found.tokens), found.pieces, strict=True)
 
 
 def _piece(piece: bytes) -> str | list[int]:

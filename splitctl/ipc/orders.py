@@ -86,7 +86,7 @@ class Tokenize:
     Attributes:
         messages: a chat in place of a text: objects with role and content.
         tokens: tokens in place of a text.
-        with_pieces: give the bytes of each token as well.
+        with_pieces: give the bytes of each different token as well.
         text_alone: give the text that a chat becomes, and no tokens.
         add_special: put the model's first token before a text.
         parse_special: let names of special tokens in a text be those tokens.
@@ -214,7 +214,8 @@ class Tokenized:
 
     Attributes:
         text: what the template made of a chat; empty unless asked for.
-        pieces: bytes of each token, control tokens by name; none unless asked for.
+        pieces: bytes of each different token in the order in which they come first, control tokens by name; none unless
+            asked for.
     """
 
     order: int

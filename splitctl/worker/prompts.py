@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from splitctl.errors import ConfigInvalid
@@ -54,29 +54,21 @@ def chat_text(
     return text
 
 
-def pieces_of(
-    session: Session, tokens: Sequence[int], known: MutableMapping[int, bytes], tick: Callable[[], None]
-) -> tuple[bytes, ...]:
-    """Give the bytes of every token, control tokens by name.
+def pieces_of(session: Session, tokens: Sequence[int], tick: Callable[[], None]) -> tuple[bytes, ...]:
+    """Give the bytes of each different token, in the order in which they come first, control tokens by name.
 
-    Args:
-        session: holds the model.
-        tokens: any of its vocabulary.
-        known: bytes of tokens that were asked for before; it grows.
-        tick: called while others are looked up: a request may hold all of the vocabulary.
-
-    Raises:
-        ConfigInvalid: the model has no tokenizer, or no such token.
+    `tick` is called between them: tokens may be all of the vocabulary. Raises ConfigInvalid where the model has no such
+    token.
     """
     _refuse_without_tokenizer(session)
     n_vocab = session.model.n_vocab
-    for token in tokens:
+    pieces = []
+    for token in dict.fromkeys(tokens):
+        tick()
         if not 0 <= token < n_vocab:
             raise ConfigInvalid("tokens", token, f"0 to {n_vocab - 1}, the model's vocabulary")
-        if token not in known:
-            tick()
-            known[token] = session.model.piece(token, special=True)
-    return tuple(known[token] for token in tokens)
+        pieces.append(session.model.piece(token, special=True))
+    return tuple(pieces)
 
 
 def _refuse_without_tokenizer(session: Session) -> None:

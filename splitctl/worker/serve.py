@@ -233,7 +233,6 @@ class _Server:
         self._batcher = Batcher(session, report)
         self._on_trial: SwitchOutcome | None = None
         self._last_reported: SwitchOutcome | None = None
-        self._pieces: dict[int, bytes] = {}
 
     def run(self) -> JobEvent:
         """Carry out orders and carry on streams; returns the last event."""
@@ -314,7 +313,7 @@ class _Server:
             tokens = tuple(
                 prompts.text_tokens(self._session, text, add_special=order.add_special, parse_special=parse_special)
             )
-        pieces = prompts.pieces_of(self._session, tokens, self._pieces, self._report.tick) if order.with_pieces else ()
+        pieces = prompts.pieces_of(self._session, tokens, self._report.tick) if order.with_pieces else ()
         return orders.Tokenized(order.order, tokens, pieces=pieces)
 
     def _switch(self, order: orders.Switch, checked: Checked) -> Report:

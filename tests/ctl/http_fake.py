@@ -72,7 +72,7 @@ class FakeSession:
         await self._work("tokenize")
         text = asked.get("text") or "".join(f"<{one['content']}>" for one in asked.get("messages") or ())
         tokens = asked.get("tokens") or tuple(text.encode())
-        return Tokenized(1, tokens, text, tuple(bytes([one]) for one in tokens))
+        return Tokenized(1, tokens, text, tuple(bytes([one]) for one in dict.fromkeys(tokens)))
 
     def _cancel(self, stream: Stream) -> None:
         self.cancelled.set()
