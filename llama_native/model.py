@@ -202,6 +202,10 @@ class Model(Handle):
             _ = self.pointer
             yield found
 
+    def _refuse_without_tokenizer(self) -> None:
+        if not self.has_tokenizer:
+            raise ValueError("this model has no tokenizer: it reads numbers only (has_tokenizer)")
+
     def tokenize(self, content: str | bytes, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Turn text into tokens.
 
@@ -211,8 +215,10 @@ class Model(Handle):
             parse_special: read "<|...|>" and the like as special tokens.
 
         Raises:
-            CallFailed: the library refused the text, or the model has no tokenizer.
+            ValueError: the model has no tokenizer; the library would abort.
+            CallFailed: the library refused the text.
         """
+        self._refuse_without_tokenizer()
         data = content.encode("utf-8") if isinstance(content, str) else bytes(content)
         with self._asking() as (ffi, lib):
             n_room = len(data) + 8
@@ -231,8 +237,9 @@ class Model(Handle):
         """Return a token's bytes, which may be a part of a UTF-8 character; ``special`` also shows control tokens.
 
         Raises:
-            ValueError: no token of the vocabulary; the library would abort.
+            ValueError: no token of the vocabulary, or the model has no tokenizer; the library would abort.
         """
+        self._refuse_without_tokenizer()
         if not 0 <= token < self.n_vocab:
             raise ValueError(f"token {token} is not in the vocabulary (0 to {self.n_vocab - 1})")
         with self._asking() as (ffi, lib):

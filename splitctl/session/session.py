@@ -189,10 +189,15 @@ class Session:
         """Turn text into the model's tokens; ``add_special`` adds BOS as the model wants it.
 
         It waits for nobody who reads or generates; while a switch has no model, it waits for its end.
+
+        Raises:
+            ConfigInvalid: this is no text, or the model has no tokenizer.
         """
-        text = arguments.text_of(text)
+        text, model = arguments.text_of(text), self.model
+        if not model.has_tokenizer:
+            raise ConfigInvalid("model", self.facts.name, "a model with a tokenizer: this one reads numbers only")
         with suppress(HandleClosed):
-            return self.model.tokenize(text, add_special=add_special, parse_special=parse_special)
+            return model.tokenize(text, add_special=add_special, parse_special=parse_special)
         with self._working("tokenizing"):
             return self._live.model.tokenize(text, add_special=add_special, parse_special=parse_special)
 

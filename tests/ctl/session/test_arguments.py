@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 from llama_native import Library
-from splitctl import ConfigInvalid, Session, SplitctlError
+from splitctl import ConfigInvalid, Placement, Session, SplitctlError
 from tests.ctl import scenes
 from tests.ctl.scenes import Scene
+from tests.native.real import NEWEST, library_of
 from tests.stublib import build, needs_compiler, run_child, write_model
+from tools.make_dummies import make_many
+from tools.places import default_folder
 
 pytestmark = [pytest.mark.stub, needs_compiler]
 
@@ -148,3 +151,21 @@ def test_a_closed_session_says_that_it_is_closed(model: Path) -> None:
     assert len(found) == 11
     for name, (kind, said) in found.items():
         assert (kind, said) == ("Parked", "the session is closed; open a new one"), name
+
+
+def child_numbers_only(path: str, model: str) -> list[str]:
+    with Session.open(model, Placement(n_ctx=256, n_threads=1), library=Library.open(path), prober=None) as session:
+        found = told(lambda: session.tokenize("x"))
+        for work in (lambda: session.model.tokenize("x"), lambda: session.model.piece(5)):
+            with pytest.raises(ValueError, match="no tokenizer"):
+                work()
+        session.prefill([5])
+        return [*found, next(session.generate()).piece.decode()]
+
+
+def test_a_model_that_reads_numbers_only_is_asked_for_no_text() -> None:
+    """The library aborts; the session says so, and generates on."""
+    ((_, model, why),) = make_many(default_folder(), ["llama"])
+    assert isinstance(model, Path), why
+    found = run_child(child_numbers_only, library_of(NEWEST), model).value()
+    assert found == ["ConfigInvalid", "model", "a model with a tokenizer: this one reads numbers only", ""]
