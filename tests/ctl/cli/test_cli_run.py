@@ -536,7 +536,7 @@ def test_a_second_ctrl_c_ends_a_library_that_hangs(tmp_path: Path) -> None:
 
 _INTERRUPTED = """
 import atexit, io, os, signal, sys
-from splitctl.cli import main
+from splitctl.cli import main, streams
 
 def interrupt():
     signal.raise_signal(signal.SIGINT)
@@ -557,10 +557,14 @@ class Last:
     def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGINT):
         kill(pid, number)
 
+def settled(settle=streams.settle):
+    settle()
+    sys.stderr = Errors(sys.stderr.detach(), "utf-8", write_through=True)
+
 last = Last()
 atexit.register(interrupt)
 sys.stdin = Input()
-sys.stderr = Errors(sys.stderr.buffer, "utf-8", write_through=True)
+streams.settle = settled
 code = main()
 interrupt()
 sys.exit(code)
