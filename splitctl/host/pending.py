@@ -7,10 +7,13 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-from splitctl.errors import SplitctlError
+from splitctl.errors import Busy, SplitctlError
 from splitctl.host.ledger import ReportWrong
 from splitctl.ipc.jobs import Fault, RequestFailed
 from splitctl.ipc.orders import Check, Failed, Order, Restore, Save, Switch, Tokenize
+
+#: Orders of a kind that may wait; clients that have hung up may have left them behind.
+_MAX_ALIKE = 64
 
 
 class OnLoss(enum.Enum):
@@ -49,7 +52,16 @@ class PendingOrders:
         return self._n_given
 
     def put(self, order: Tokenize | Switch | Check | Save | Restore, on_loss: OnLoss) -> asyncio.Future[Any]:
-        """Take an order that is to be sent; gives its answer to be: the report, or RequestFailed."""
+        """Take an order that is to be sent; gives its answer to be: the report, or RequestFailed.
+
+        Raises:
+            Busy: too many of its kind wait that are lost with their worker.
+        """
+        if (
+            on_loss is OnLoss.FAIL
+            and sum(type(one.order) is type(order) for one in self._waiting.values()) >= _MAX_ALIKE
+        ):
+            raise Busy(f"{_MAX_ALIKE} requests of this kind")
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         # It is no error if nobody waits for the answer any more.
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -285,6 +285,27 @@ def client_sampler(scene: Scene, stream: int) -> Any:
     return next(start.sampler for link in scene.links for start in link.starts() if start.stream == stream)
 
 
+def test_orders_that_were_left_behind_are_bounded(tmp_path: Path) -> None:
+    """Who asks and hangs up again and again is refused in the end; a switch goes out all the same."""
+
+    async def script(scene: Scene) -> None:
+        for _ in range(64):
+            asked = asyncio.ensure_future(scene.supervisor.check({"mode": SplitMode.TENSOR}))
+            await asyncio.wait({asked}, timeout=0)
+            asked.cancel()
+        with pytest.raises(Busy, match="64 requests of this kind"):
+            await scene.supervisor.check({"mode": SplitMode.TENSOR})
+        scene.link.report(Checked((await scene.order(Check)).order, TENSOR))
+        again = asyncio.ensure_future(scene.supervisor.check({"mode": SplitMode.TENSOR}))
+        await soon(lambda: len([one for one in scene.link.sent if isinstance(one, Check)]) == 65)
+        switching = scene.switch()
+        await scene.order(Switch)
+        switching.cancel()
+        again.cancel()
+
+    play(tmp_path, script)
+
+
 def test_orders_that_end_workers_do_not_park_the_session(tmp_path: Path) -> None:
     """What a client asks for and nobody repeats fails, however often it does so: the session serves the others on."""
 
