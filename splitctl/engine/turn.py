@@ -53,7 +53,7 @@ class Turn:
             Busy: this thread holds the turn already.
             ForkedProcess: this process is a fork of the session's.
         """
-        self._own_process()
+        self.refuse_fork()
         self._refuse_reentry()
         ticket = _Ticket(what)
         try:
@@ -75,7 +75,7 @@ class Turn:
             Busy: another switch runs or waits, or this thread holds the turn (a call from inside a callback).
             ForkedProcess: this process is a fork of the session's.
         """
-        self._own_process()
+        self.refuse_fork()
         self._refuse_reentry()
         me = threading.get_ident()
         try:
@@ -163,6 +163,11 @@ class Turn:
         if threading.get_ident() in {self._owner, self._announcer}:
             raise Busy(self._switch or self._what)
 
-    def _own_process(self) -> None:
+    def refuse_fork(self) -> None:
+        """Refuse what a fork asks: the threads whose locks it has copied are not there.
+
+        Raises:
+            ForkedProcess: this process is a fork of the session's.
+        """
         if os.getpid() != self._pid:
             raise ForkedProcess(self._pid, os.getpid())

@@ -441,8 +441,10 @@ class Session:
 
         Raises:
             Parked: the session serves no more.
+            ForkedProcess: this process is a fork of the session's.
         """
         self._refuse_gone()
+        self._live.turn.refuse_fork()
         options = options or SwitchOptions()
         target = complete(arguments.placement_of(target), self._live.placement)
         if not self._live.placement.differs(target):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llama_native import Library
+from llama_native import ForkedProcess, Library
 from splitctl.placement import SplitMode
 from tests.ctl import scenes
 from tests.ctl.scenes import Scene
@@ -130,3 +133,36 @@ def test_a_generation_without_a_limit_goes_on_after_a_switch_of_another_thread(m
     found = run_child(child_generates_across, build(), model).value()
     assert found["mode"] == "tensor"
     assert found["next"] == found["n"] - 1
+
+
+def child_fork(path: str, model: str) -> dict[str, Any]:
+    session = scenes.start(Library.open(path), model, Scene())
+    target = session.placement.changed(n_ctx=2048)
+    calls: dict[str, Callable[[], Any]] = {
+        "check": lambda: session.check(target),
+        "switch": lambda: session.switch(target),
+        "prefill": lambda: session.prefill([1]),
+        "tokenize": lambda: session.tokenize("x"),
+        "save": lambda: session.save("x"),
+        "close": session.close,
+    }
+    found = {}
+    for name, call in calls.items():
+        with session._live.placing, session._live.turn._mutex:  # as other threads hold them at any time
+            pid = os.fork()
+            if pid == 0:
+                signal.alarm(20)  # its default ends the process
+                try:
+                    call()
+                except ForkedProcess:
+                    os._exit(3)
+                os._exit(4)
+            found[name] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    session.close()
+    return found
+
+
+def test_a_fork_is_refused_whatever_it_asks_and_waits_for_nobody(model: Path) -> None:
+    """The threads that held the session's locks do not exist in it."""
+    found = run_child(child_fork, build(), model).value()
+    assert set(found.values()) == {3}, found
