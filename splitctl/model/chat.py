@@ -41,8 +41,9 @@ class ChatTemplateFailed(SplitctlError):
         Args:
             why: what is wrong, in the template's own words where it has some.
         """
-        self.why = why
-        super().__init__(why)
+        # A template can write half a character, which no message can hold.
+        self.why = why.encode("utf-8", "replace").decode("utf-8")
+        super().__init__(self.why)
 
     def __str__(self) -> str:
         """Name the fault and what to do."""
@@ -134,6 +135,7 @@ def _rendered(compiled: jinja2.Template, variables: Mapping[str, Any]) -> str:
     absent = {name: _Absent(name=name) for name in ("tools", "documents")}
     try:
         text = compiled.render({**absent, **variables})
+        text.encode("utf-8")
     except _TRIPPED as error:
         raise _failed(error) from error
     if len(text) > MAX_RENDERED_CHARS:
@@ -144,7 +146,7 @@ def _rendered(compiled: jinja2.Template, variables: Mapping[str, Any]) -> str:
 
 #: A template is a program: whatever it trips over is the template's fault.
 _TRIPPED = (
-    jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError,
+    jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError,
     MemoryError,
 )  # fmt: skip
 
