@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from splitctl.model.chat_messages import Message
@@ -22,6 +23,8 @@ _ONE, _TWO, _THREE = "splitctlOne", "splitctlTwo", "splitctlThree"
 #: Some templates want nine characters.
 _CALL_ID = "splitctl1"
 _ARGUMENTS = {_ONE: _TWO}
+#: Names of called tools that are looked for in a text: each search may take as long as the whole.
+_MAX_NAMES = 16
 _DEVELOPER = re.compile(r"""["']developer["']""")
 
 
@@ -104,15 +107,19 @@ def fitted(messages: Sequence[Message], caps: Caps) -> list[dict[str, Any]]:
 
 def lost(chat: Sequence[Message], text: str, caps: Caps) -> str | None:
     """Name what a template has left out of messages, of which it made this text; None where that is nothing."""
+    known = {"user", "assistant"} | caps.texts | caps.lists
+    at = 0
     for one in chat:
-        role, said = one["role"], _text_of(one["content"] or "").strip()
-        if role not in {"user", "assistant"} | caps.texts | caps.lists and said not in text:
-            return f"messages of role {role}"
-        if (
-            one.get("tool_calls")
-            and not caps.has_calls
-            and any(call["function"]["name"] not in text for call in one["tool_calls"])
-        ):
+        if one["role"] not in known:
+            # In their order: from the start of a long chat each search would take as long as all of it.
+            said = _text_of(one["content"] or "").strip()
+            found = text.find(said, at)
+            at = found if found >= 0 else text.find(said)
+            if at < 0:
+                return f"messages of role {one['role']}"
+    if not caps.has_calls:
+        names = dict.fromkeys(call["function"]["name"] for one in chat for call in one.get("tool_calls") or ())
+        if any(name not in text for name in islice(names, _MAX_NAMES)):
             return "tool_calls"
     return None
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from splitctl.model.chat import ChatTemplateFailed, render
+from splitctl.model.chat_caps import Caps, lost
 
 # Passes every message through, as ChatML does.
 ANY = "{% for m in messages %}[{{ m.role + ':' + m.content }}]{% endfor %}{% if add_generation_prompt %}[{% endif %}"
@@ -140,6 +141,35 @@ def test_what_a_template_leaves_out_is_refused(message: dict[str, Any], left_out
     template = "{% for m in messages if m.role in ('user', 'assistant') %}[{{ m.content }}]{% endfor %}"
     with pytest.raises(ChatTemplateFailed, match=f"leaves out {left_out}"):
         render(template, [*said(("user", "u")), message])
+
+
+class _Searched(str):  # noqa: SLOT000 - it counts
+    """A text that counts the characters that are looked through in it."""
+
+    n_looked_through = 0
+
+    def find(self, what: str, start: int = 0) -> int:  # type: ignore[override]
+        found = super().find(what, start)
+        self.n_looked_through += (len(self) if found < 0 else found) - start
+        return found
+
+    def __contains__(self, what: object) -> bool:
+        return self.find(str(what)) >= 0
+
+
+def test_a_long_chat_is_looked_through_once() -> None:
+    """Four thousand messages of a role of its own, and a thousand calls, are found in a time that grows with them."""
+    chat: list[dict[str, Any]] = [{"role": "critic", "content": f"bad {n:06}"} for n in range(4096)]
+    text = _Searched("".join(one["content"] for one in chat))
+    assert lost(chat, text, Caps()) is None
+    assert text.n_looked_through < len(text)
+    calls = [{"function": {"name": f"{n:06}", "arguments": "{}"}} for n in reversed(range(1000))]
+    text = _Searched(text)
+    assert lost([{"role": "assistant", "content": "", "tool_calls": calls}], text, Caps()) is None
+    assert text.n_looked_through < 16 * len(text)
+    # A template may write them in an order of its own.
+    assert lost(chat[::-1], text, Caps()) is None
+    assert lost([*chat, {"role": "critic", "content": "worse"}], text, Caps()) == "messages of role critic"
 
 
 THINKS = (
