@@ -32,7 +32,7 @@ class Prober:
 
     Attributes:
         library: the library file that the session uses.
-        env: the environment of the children; None: that of this process.
+        env: the environment of the children.
         cache: the file of verdicts; None: a trial every time.
         device_names: the devices behind a placement that names none.
         rpc: RPC servers, HOST:PORT each. One that serves this process answers no child: run the trials that may be
@@ -42,7 +42,7 @@ class Prober:
     """
 
     library: Path
-    env: Mapping[str, str] | None = field(repr=False)
+    env: Mapping[str, str] = field(repr=False)
     cache: VerdictCache | None = None
     device_names: Sequence[str] = ()
     rpc: tuple[str, ...] = ()

@@ -57,7 +57,7 @@ class WorkerProcess:
         self,
         request: JobRequest,
         *,
-        env: Mapping[str, str] | None,
+        env: Mapping[str, str],
         on_output: Callable[[str], None] | None = None,
         pass_fds: Sequence[int] = (),
     ) -> None:
@@ -65,7 +65,7 @@ class WorkerProcess:
 
         Args:
             request: what to do.
-            env: the child's environment; None: that of this process.
+            env: the child's environment.
             on_output: called with every line that the child or the library prints.
             pass_fds: descriptors that the child gets too, under the same numbers.
         """
@@ -91,7 +91,7 @@ class WorkerProcess:
                 stderr=subprocess.STDOUT,
                 pass_fds=(events_in, *pass_fds),
                 process_group=0,
-                env=None if env is None else _child_env(env),
+                env=_child_env(env),
                 bufsize=0,
             )
         except BaseException:
@@ -357,7 +357,7 @@ class JobEnd:
 def run_job(
     request: JobRequest,
     *,
-    env: Mapping[str, str] | None,
+    env: Mapping[str, str],
     deadline_s: float,
     is_cancelled: Callable[[], bool] | None = None,
     on_progress: Callable[[Progress], None] = lambda _: None,
@@ -367,7 +367,7 @@ def run_job(
 
     Args:
         request: what to do.
-        env: the child's environment; None: that of this process.
+        env: the child's environment.
         deadline_s: longest silence of the child, seconds.
         is_cancelled: asked all the while; the child is killed at the first yes.
         on_progress: called with every Progress.

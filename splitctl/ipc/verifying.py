@@ -27,7 +27,7 @@ from splitctl.model.facts import ModelFacts
 from splitctl.model.identity import model_digest, statuses
 from splitctl.outcome import to_plain
 from splitctl.placement import FlashAttn, Placement
-from splitctl.probing import ProbeKey, ProbeVerdict, Verdict, VerdictCache, verdict_of_death
+from splitctl.probing import ProbeKey, ProbeVerdict, Verdict, VerdictCache, is_of_the_target, verdict_of_death
 from splitctl.probing.comparing import MAX_KEPT_BYTES
 from splitctl.probing.matrix import Cell
 
@@ -257,4 +257,5 @@ def _death(error: WorkerLost, stage: str) -> Found:
 
 def _hang(error: DeadlineExceeded, stage: str, tail: Sequence[str]) -> Found:
     end = {"by": "deadline", "stage": stage, "deadline_s": error.timeout_s, "said": telling_line(tail)}
-    return {"verdict": Verdict.DIES.value, "why": f"it hangs while {stage}: {error}", "end": end}
+    verdict = Verdict.DIES if is_of_the_target(stage) else Verdict.INCONCLUSIVE
+    return {"verdict": verdict.value, "why": f"it hangs while {stage}: {error}", "end": end}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from llama_native import Library
@@ -28,11 +30,8 @@ if TYPE_CHECKING:
     from splitctl.switching.checking import Prober
 
 
-def trials_of(library: Library, env: Mapping[str, str] | None, is_cancelled: Callable[[], bool]) -> Trials:
-    """Return what tries placements in child processes and keeps verdicts in the user's cache folder.
-
-    `env` is the environment of the children; None: that of this process.
-    """
+def trials_of(library: Library, env: Mapping[str, str], is_cancelled: Callable[[], bool]) -> Trials:
+    """Return what tries placements in child processes, with an environment, and keeps verdicts in the cache folder."""
     return Trials(
         library=library.path,
         env=env,
@@ -59,13 +58,16 @@ def open_parts(
     files: Sequence[FileIdentity],
 ) -> tuple[LiveSession, Checker, Storage]:
     """Load a model and open a context; arguments and errors are those of `Session.open`."""
+    # It is loaded again after the program may have gone to another folder.
+    model_path = str(Path(model_path).absolute())
+    adapters = [dataclasses.replace(one, path=str(Path(one.path).absolute())) for one in adapters]
     facts = read_facts(model_path)
     library = library or Library.open(env=dict(os.environ))
     headers = (*facts.headers, *check_adapters(adapters))
     wanted = resolve_threads(placement)
     flag = CancelFlag(cancel)
     if prober == "auto":
-        prober = trials_of(library, None, flag.is_set)
+        prober = trials_of(library, dict(os.environ), flag.is_set)
         if library.rpc_servers:
             # A server serves one client at a time: once our model lies on it, a trial in a child gets no answer.
             prober(facts.path, wanted.changed(mode=SplitMode.TENSOR), facts)

@@ -94,6 +94,24 @@ def test_a_switch_is_refused_over_a_file_that_changed(tmp_path: Path) -> None:
         assert found == [["refused", "refused"], [True, True], [code, code], code, []], name
 
 
+def child_elsewhere(path: str, folder: str) -> list[str]:
+    """Name the files from their folder, and go to another one."""
+    os.chdir(folder)
+    session = scenes.start(Library.open(path), "model.gguf", Scene(adapters=("adapter.gguf",)))
+    os.chdir("/")
+    statuses = [session.switch(session.placement.changed(tensor_split=(3.0, 1.0))).status.value]
+    scenes.generate(session, 1, 1)
+    session.close()
+    return [*statuses, str(session.facts.path)]
+
+
+def test_a_program_may_go_to_another_folder(tmp_path: Path) -> None:
+    """Files that were named from the folder of then are found again by a switch."""
+    model = write_model(tmp_path / "model.gguf", weights=_WEIGHTS)
+    write_model(tmp_path / "adapter.gguf", weights=_WEIGHTS, extra=_ADAPTER)
+    assert run_child(child_elsewhere, build(), tmp_path).value() == ["switched", str(model)]
+
+
 def child_part(path: str, folder: str) -> list[Any]:
     """The second part of a split model changes."""
     split = {"split.count": 2, "split.tensors.count": 2}
