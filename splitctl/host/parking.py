@@ -128,6 +128,13 @@ def owner_of(model: Path, adapters: Sequence[AdapterFile], *, n_vocab: int, buil
     return Owner(Identity.of(facts, loaded, n_vocab), loaded, build)
 
 
+def make_folder(path: Path) -> None:
+    """Make the folder of a file, for this user alone; raises OSError."""
+    # Something else in the folder's place is named by the write.
+    with suppress(FileExistsError):
+        path.parent.mkdir(mode=_PRIVATE, parents=True)
+
+
 def park(
     path: Path,
     sequences: Sequence[SequenceSnapshot],
@@ -146,9 +153,7 @@ def park(
         CarryNotWritten: the disk or the path does not allow it.
         OSError: the folder cannot be made.
     """
-    # Something else in the folder's place is named by the write.
-    with suppress(FileExistsError):
-        path.parent.mkdir(mode=_PRIVATE, parents=True)
+    make_folder(path)
     whole = _with_state(sequences, sealed)
     if whole is not None:
         with suppress(CarryNotWritten):

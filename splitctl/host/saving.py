@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from pathlib import Path
 
 from splitctl.carry.durable import check_place
 from splitctl.errors import CarryNotWritten, Reason, Refused, SplitctlError
 from splitctl.host.ledger import Ledger
+from splitctl.host.parking import make_folder
 
-_PRIVATE = 0o700
 _ADVICE = "splitctl save FILE saves it elsewhere, splitctl stop --force ends it unsaved"
 
 
@@ -49,7 +48,7 @@ class Saving:
     async def check(self) -> None:
         """See whether a file could be put in the session's place. Raises CarryNotWritten."""
         try:
-            await asyncio.to_thread(_make_folder, self._path)
+            await asyncio.to_thread(make_folder, self._path)
             await asyncio.to_thread(check_place, self._path)
         except OSError as error:
             raise CarryNotWritten(self._path, error.strerror or str(error)) from error
@@ -108,13 +107,7 @@ class Saving:
 
     async def _save(self, *, has_worker: bool) -> None:
         if has_worker:
-            await asyncio.to_thread(_make_folder, self._path)
+            await asyncio.to_thread(make_folder, self._path)
             await self._by_worker(self._path)
         else:
             await self._without_worker(self._path)
-
-
-def _make_folder(path: Path) -> None:
-    # Something else in the folder's place is named by whoever opens it.
-    with suppress(FileExistsError):
-        path.parent.mkdir(mode=_PRIVATE, parents=True)

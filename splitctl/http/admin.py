@@ -24,15 +24,14 @@ from splitctl.control.connection import event_body
 from splitctl.control.requests import REQUESTS
 from splitctl.control.server import SessionService
 from splitctl.errors import Busy, SplitctlError
-from splitctl.http import fields
+from splitctl.http import bodies, fields
 from splitctl.http.answers import comment
-from splitctl.http.bodies import as_whole
 from splitctl.http.chat import names_of, room_of
 from splitctl.http.devices import Devices
 from splitctl.http.errors import ApiError, api_error
 from splitctl.http.intake import Intake
 from splitctl.http.sse import EventStream, unless_gone
-from splitctl.ipc.wire import from_object, shown
+from splitctl.ipc.wire import from_object
 from splitctl.outcome import PROBE_INCONCLUSIVE, SwitchOptions
 from splitctl.placement import SplitMode
 
@@ -43,9 +42,6 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._ -]*")
 
 #: How tokens are drawn where a request does not say.
 _DEFAULTS = {"n_predict": -1} | {param.json_name: param.default for param in SAMPLER_PARAMS.values()}
-
-#: What the health of a server in each state is called.
-_HEALTH = {"serving": "ok"}
 
 
 class Admin:
@@ -85,7 +81,7 @@ class Admin:
         if state == "loading":
             error = ApiError(503, "the model is being loaded", code="loading")
             return JSONResponse({"status": "loading", **error.body}, 503, {"Retry-After": "1"})
-        return JSONResponse({"status": _HEALTH.get(state, state)})
+        return JSONResponse({"status": "ok" if state == "serving" else state})
 
     async def props(self, _request: Request) -> Response:
         """Say what is served, and where."""
@@ -149,17 +145,16 @@ class Admin:
         """Move the session; every outcome is an answer with status 200."""
         self._refuse_closed()
         body = {name: value for name, value in (await self._intake.small(request)).items() if value is not None}
-        is_dry = body.pop("dry_run", False)
-        if not isinstance(is_dry, bool):
-            raise ApiError(400, f"dry_run is {shown(is_dry)}; wanted: true or false", param="dry_run")
+        is_dry = bodies.flag(body, "dry_run")
+        body.pop("dry_run", None)
         mode = body.pop("to", None)
         if mode is not None:
             changes = body.get("changes", {})
             if not isinstance(changes, dict) or changes.get("mode", mode) != mode:
-                raise ApiError(400, f"to is {shown(mode)}; wanted: one mode, in to or in changes", param="to")
+                raise bodies.wrong("to", mode, "one mode, in to or in changes")
             body["changes"] = {**changes, "mode": mode}
         if isinstance(body.get("changes"), dict):
-            body["changes"] = {name: as_whole(value) for name, value in body["changes"].items()}
+            body["changes"] = {name: bodies.as_whole(value) for name, value in body["changes"].items()}
         kind = "check" if is_dry else "switch"
         asked = from_object({**body, "kind": kind}, {kind: REQUESTS[kind]})
         if is_dry:
@@ -258,7 +253,7 @@ class Admin:
         name = body.get("filename")
         if not isinstance(name, str) or len(name) > _MAX_NAME or _FILE_NAME.fullmatch(name) is None:
             wanted = f"a file's name of letters, digits, dots, dashes and underscores, {_MAX_NAME} characters at most"
-            raise ApiError(400, f"filename is {shown(name)}; wanted: {wanted}", param="filename")
+            raise bodies.wrong("filename", name, wanted)
         return self._folder / name
 
     def _refuse_closed(self) -> None:

@@ -77,9 +77,9 @@ def chat(body: Body, model: str) -> Asked:
     fields.CHAT.refuse_others(body)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise _wrong("messages", messages, "a list of at least one message")
+        raise wrong("messages", messages, "a list of at least one message")
     if len(messages) > _MAX_MESSAGES:
-        raise _wrong("messages", f"{len(messages)} messages", f"{_MAX_MESSAGES} at most")
+        raise wrong("messages", f"{len(messages)} messages", f"{_MAX_MESSAGES} at most")
     said = tuple(_message(one, f"messages[{index}]") for index, one in enumerate(messages))
     return _asked(body, model, is_chat=True, messages=said, **_template(body, said[-1]))
 
@@ -91,20 +91,20 @@ def completion(body: Body, model: str) -> Asked:
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         (prompt,) = prompt
     if isinstance(prompt, str) and prompt:
-        return _asked(body, model, is_chat=False, prompt=_text("prompt", prompt))
+        return _asked(body, model, is_chat=False, prompt=text_of("prompt", prompt))
     tokens = [as_whole(one) for one in prompt] if isinstance(prompt, list) else []
     if tokens and all(type(one) is int for one in tokens):
         return _asked(body, model, is_chat=False, tokens=tuple(tokens))
-    raise _wrong("prompt", prompt, "one text, or one list of tokens (one prompt a request)")
+    raise wrong("prompt", prompt, "one text, or one list of tokens (one prompt a request)")
 
 
 def _asked(body: Body, model: str, *, is_chat: bool, **prompt: Any) -> Asked:
-    is_stream = _flag(body, "stream")
+    is_stream = flag(body, "stream")
     options = _object(body, "stream_options")
     fields.STREAM_OPTIONS.refuse_others(options, "stream_options")
-    with_usage = _flag(options, "include_usage")
+    with_usage = flag(options, "include_usage")
     if with_usage and not is_stream:
-        raise _wrong("stream_options", options, "nothing, without stream")
+        raise wrong("stream_options", options, "nothing, without stream")
     fields.RESPONSE_FORMAT.refuse_others(_object(body, "response_format"), "response_format")
     lengths = [_number(body, name, -1, -1, _MAX_TOKENS, whole=True) for name in _LENGTHS if body.get(name) is not None]
     try:
@@ -113,19 +113,19 @@ def _asked(body: Body, model: str, *, is_chat: bool, **prompt: Any) -> Asked:
         raise ApiError(400, str(error), param=error.field) from error
     order = body.get("samplers")
     if order is not None and "penalties" not in order and request.sampler.repeat_penalty != 1.0:
-        raise _wrong("samplers", order, "penalties among them, or no repeat_penalty")
+        raise wrong("samplers", order, "penalties among them, or no repeat_penalty")
     name = body.get("model", model)
     # Every chunk of a stream repeats it.
     if name is not None and not (isinstance(name, str) and len(name) <= MAX_MODEL_CHARS):
-        raise _wrong("model", name, f"a text of {MAX_MODEL_CHARS} characters at most")
+        raise wrong("model", name, f"a text of {MAX_MODEL_CHARS} characters at most")
     texts = [request.prompt or "", *(text for one in request.messages or () for text in _texts(one["content"]))]
     n_bytes = sum(len(one.encode()) for one in texts)
     return Asked(
         request,
-        _text("model", name or model),
+        text_of("model", name or model),
         is_stream=is_stream,
         with_usage=with_usage,
-        with_tokens=_flag(body, "return_tokens"),
+        with_tokens=flag(body, "return_tokens"),
         is_chat=is_chat,
         n_text_bytes=n_bytes,
     )
@@ -147,36 +147,36 @@ def _sampler(body: Body) -> SamplerSpec:
 def _stops(value: Any) -> tuple[str, ...]:
     stops = value if isinstance(value, list) else ["" if value is None else value]
     if len(stops) > _MAX_STOPS or not all(isinstance(one, str) for one in stops):
-        raise _wrong("stop", value, f"a text, or a list of {_MAX_STOPS} texts at most")
+        raise wrong("stop", value, f"a text, or a list of {_MAX_STOPS} texts at most")
     if not all(len(one) <= _MAX_STOP_CHARS for one in stops):
-        raise _wrong("stop", "a very long text", f"texts of {_MAX_STOP_CHARS} characters at most")
+        raise wrong("stop", "a very long text", f"texts of {_MAX_STOP_CHARS} characters at most")
     # As in llama-server an empty text ends nothing.
-    return tuple(_text("stop", one) for one in stops if one)
+    return tuple(text_of("stop", one) for one in stops if one)
 
 
 def _message(value: Any, where: str) -> dict[str, Any]:
     """Read a message; what is absent, null or empty is left out."""
     if not isinstance(value, dict):
-        raise _wrong(where, value, "an object with role and content")
+        raise wrong(where, value, "an object with role and content")
     fields.MESSAGE.refuse_others(value, where)
     role, content = value.get("role"), value.get("content")
     if not isinstance(role, str) or not 0 < len(role) <= _MAX_ROLE_CHARS:
-        raise _wrong(f"{where}.role", role, "system, user or assistant")
+        raise wrong(f"{where}.role", role, "system, user or assistant")
     if isinstance(content, list) and content:
         content = [_part(one, f"{where}.content[{index}]") for index, one in enumerate(content)]
     elif content is None and role == "assistant":
         # One that calls tools says nothing.
         content = ""
     elif not isinstance(content, str):
-        raise _wrong(f"{where}.content", content, "a text, or a list of text parts")
+        raise wrong(f"{where}.content", content, "a text, or a list of text parts")
     said: dict[str, Any] = {"role": role, "content": content}
     for name in ("name", "tool_call_id", "reasoning_content"):
         said[name] = value.get(name) if value.get(name) is not None else ""
         if not isinstance(said[name], str):
-            raise _wrong(f"{where}.{name}", said[name], "a text")
+            raise wrong(f"{where}.{name}", said[name], "a text")
     calls = value.get("tool_calls") if value.get("tool_calls") is not None else []
     if not isinstance(calls, list):
-        raise _wrong(f"{where}.tool_calls", calls, "a list of calls")
+        raise wrong(f"{where}.tool_calls", calls, "a list of calls")
     said["tool_calls"] = [_call(one, f"{where}.tool_calls[{index}]") for index, one in enumerate(calls)]
     return {name: one for name, one in said.items() if one or name == "content"}
 
@@ -185,16 +185,16 @@ def _call(value: Any, where: str) -> dict[str, Any]:
     """Read the call of a tool."""
     function = value.get("function") if isinstance(value, dict) and value.get("type") in (None, "function") else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise _wrong(where, value, "an object of type function with id and function, its name and arguments")
+        raise wrong(where, value, "an object of type function with id and function, its name and arguments")
     if not isinstance(function.get("arguments"), str | dict):
-        raise _wrong(f"{where}.function.arguments", function.get("arguments"), "an object, or one written as a text")
+        raise wrong(f"{where}.function.arguments", function.get("arguments"), "an object, or one written as a text")
     return {**value, "type": "function"}
 
 
 def _part(value: Any, where: str) -> dict[str, str]:
     if not isinstance(value, dict) or value.get("type") != "text" or not isinstance(value.get("text"), str):
         kind = value.get("type") if isinstance(value, dict) else value
-        raise _wrong(where, kind, "a part of type text (images and sound are not taken)")
+        raise wrong(where, kind, "a part of type text (images and sound are not taken)")
     fields.TEXT_PART.refuse_others(value, where)
     return {"type": "text", "text": value["text"]}
 
@@ -208,7 +208,7 @@ def _template(body: Body, last: Mapping[str, Any]) -> dict[str, Any]:
     kwargs = dict(_object(body, "chat_template_kwargs"))
     effort = body.get("reasoning_effort")
     if effort is not None and not isinstance(effort, str):
-        raise _wrong("reasoning_effort", effort, "a text, such as low")
+        raise wrong("reasoning_effort", effort, "a text, such as low")
     if effort:
         # As llama-server tells it to templates.
         kwargs |= {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
@@ -217,28 +217,29 @@ def _template(body: Body, last: Mapping[str, Any]) -> dict[str, Any]:
         field = "reasoning_content" if last.get("reasoning_content") and not last["content"] else "content"
         goes_on = field if goes_on else None
     if goes_on not in (None, "content", "reasoning_content"):
-        raise _wrong("continue_final_message", goes_on, "true, false, content or reasoning_content")
+        raise wrong("continue_final_message", goes_on, "true, false, content or reasoning_content")
     if goes_on == "reasoning_content" and last["content"]:
-        raise _wrong("continue_final_message", goes_on, "content: the last message has one")
+        raise wrong("continue_final_message", goes_on, "content: the last message has one")
     if body.get("add_generation_prompt") is not None:
-        kwargs["add_generation_prompt"] = _flag(body, "add_generation_prompt")
+        kwargs["add_generation_prompt"] = flag(body, "add_generation_prompt")
         if goes_on and kwargs["add_generation_prompt"]:
-            raise _wrong("add_generation_prompt", "true", "false, or no continue_final_message")
+            raise wrong("add_generation_prompt", "true", "false, or no continue_final_message")
     return {"chat_template_kwargs": kwargs or None, "continue_final_message": goes_on}
 
 
 def _object(body: Body, name: str) -> dict[str, Any]:
     value = body.get(name)
     if value is not None and not isinstance(value, dict):
-        raise _wrong(name, value, "an object")
+        raise wrong(name, value, "an object")
     return value or {}
 
 
-def _flag(body: Body, name: str) -> bool:
+def flag(body: Body, name: str, default: bool = False) -> bool:  # noqa: FBT001, FBT002 - as dict.get
+    """Read true or false; raises ApiError with the field."""
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
-        raise _wrong(name, value, "true or false")
-    return bool(value)
+        raise wrong(name, value, "true or false")
+    return default if value is None else value
 
 
 def _number(body: Body, name: str, default: float, low: float, high: float, *, whole: bool = False) -> float:
@@ -248,7 +249,7 @@ def _number(body: Body, name: str, default: float, low: float, high: float, *, w
     kinds: tuple[type, ...] = (int,) if whole else (int, float)
     if type(value) not in kinds or not low <= value <= high or not math.isfinite(value):
         kind = "a whole number" if whole else "a number"
-        raise _wrong(name, value, f"{kind} from {low:g} to {high:g}")
+        raise wrong(name, value, f"{kind} from {low:g} to {high:g}")
     return value if whole else float(value)
 
 
@@ -257,13 +258,17 @@ def as_whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _text(name: str, value: str) -> str:
+def text_of(name: str, value: Any) -> str:
+    """Take a text; raises ApiError with the field."""
+    if not isinstance(value, str):
+        raise wrong(name, value, "a text")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise _wrong(name, "a text with half a character", "a text that UTF-8 can hold") from error
+        raise wrong(name, "a text with half a character", "a text that UTF-8 can hold") from error
     return value
 
 
-def _wrong(name: str, found: Any, wanted: str) -> ApiError:
+def wrong(name: str, found: Any, wanted: str) -> ApiError:
+    """Give the refusal of a field."""
     return ApiError(400, f"{name} is {shown(found)}; wanted: {wanted}", param=name.partition("[")[0])

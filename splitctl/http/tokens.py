@@ -12,12 +12,10 @@ from splitctl.control.server import SessionService
 from splitctl.http import bodies
 from splitctl.http.bodies import Body
 from splitctl.http.chat import Chat
-from splitctl.http.errors import ApiError
 from splitctl.http.fields import Fields
 from splitctl.http.intake import Intake
 from splitctl.http.sse import unless_gone
 from splitctl.ipc.orders import Tokenized
-from splitctl.ipc.wire import shown
 
 _TOKENIZE = Fields(frozenset({"content", "add_special", "parse_special", "with_pieces"}), frozenset({"model"}))
 _DETOKENIZE = Fields(frozenset({"tokens"}), frozenset({"model"}))
@@ -50,9 +48,13 @@ class Tokens:
         def read(body: Body) -> dict[str, Any]:
             nonlocal with_pieces
             _TOKENIZE.refuse_others(body)
-            with_pieces = _flag(body, "with_pieces")
-            special = {"add_special": _flag(body, "add_special"), "parse_special": _flag(body, "parse_special", "yes")}
-            return {"text": _content(body), "with_pieces": with_pieces, **special}
+            with_pieces = bodies.flag(body, "with_pieces")
+            return {
+                "text": bodies.text_of("content", body.get("content")),
+                "with_pieces": with_pieces,
+                "add_special": bodies.flag(body, "add_special"),
+                "parse_special": bodies.flag(body, "parse_special", default=True),
+            }
 
         found = await self._ask(request, read)
         if not with_pieces:
@@ -69,8 +71,7 @@ class Tokens:
             tokens = body.get("tokens")
             tokens = [bodies.as_whole(one) for one in tokens] if isinstance(tokens, list) else tokens
             if not isinstance(tokens, list) or not all(type(one) is int and 0 <= one < n_vocab for one in tokens):
-                wanted = f"a list of tokens, each from 0 to {n_vocab - 1}"
-                raise ApiError(400, f"tokens is {shown(tokens)}; wanted: {wanted}", param="tokens")
+                raise bodies.wrong("tokens", tokens, f"a list of tokens, each from 0 to {n_vocab - 1}")
             return {"tokens": tuple(tokens), "with_pieces": True}
 
         found = await self._ask(request, read)
@@ -95,23 +96,6 @@ class Tokens:
             return await unless_gone(request.receive, self._host.tokenize(asked))
         finally:
             answer.end()
-
-
-def _content(body: Body) -> str:
-    content = body.get("content")
-    try:
-        if isinstance(content, str) and content.encode("utf-8") is not None:
-            return content
-    except UnicodeEncodeError:
-        content = "a text with half a character"
-    raise ApiError(400, f"content is {shown(content)}; wanted: a text", param="content")
-
-
-def _flag(body: Body, name: str, default: str = "") -> bool:
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise ApiError(400, f"{name} is {shown(value)}; wanted: true or false", param=name)
-    return bool(default) if value is None else value
 
 
 def _pieces(found: Tokenized) -> Iterable[tuple[int, bytes]]:
