@@ -6,8 +6,7 @@ Laws:
     2. A client of another user gets nothing.
     3. No client holds up another or the session: a line that does not come, an answer that is not read, too many
        connections and too many bytes end that connection alone.
-    4. A client that hangs up cancels its generation and its check, and leaves its switch, save or restore to end by
-       itself.
+    4. A client that hangs up cancels its generation, and leaves its check, switch, save or restore to end by itself.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Laws:
     1. A file is a base name in the one folder that was named at the start; without one there are no files.
     2. Without a key, what changes the session is for this machine alone.
-    3. A client that hangs up is let go of at once: its check is given up, a switch, a save and a restore end by
-       themselves.
+    3. A client that hangs up is let go of at once: its check, switch, save or restore ends by itself.
 """
 
 from __future__ import annotations
