@@ -69,8 +69,8 @@ class Context(Handle):
 
         def ask(_: object) -> bool:
             context = this()
-            is_interrupted = context is not None and context.is_endable and context.library.is_interrupted
-            return is_interrupted or bool(abort())
+            is_unwanted = context is not None and context.is_endable and context.library.is_unwanted
+            return is_unwanted or bool(abort())
 
         callback = self.library.callback("bool(void *)", ask)
         self.owned.keep.append(callback)

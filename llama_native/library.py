@@ -5,7 +5,8 @@ Laws:
     2. RTLD_LOCAL: no symbol of it leaks to another library, nor theirs to it.
     3. Nothing is called through a struct before its layout has been established by looking (``abi``).
     4. One lock; a call from inside a callback is refused (Reentered), one from a forked child too (ForkedProcess).
-    5. The log callback lives in this module as long as the process does, and is replaced by a C function at exit.
+    5. The log callback lives in this module as long as the process does, and is replaced by a C function at exit. No
+       other thread is in a call then, or makes one any more: it would run on what is being taken down.
     6. What a callback raises, or a signal's handler while C runs, is held and raised when the call is over.
 """
 
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
     from llama_native.owned import Owned
 
 
+#: How long the end of the process waits for a call that another thread is in [seconds].
+_EXIT_S = 10.0
+
+
 def _read_cdef(name: str) -> str:
     return resources.files("llama_native").joinpath("cdefs", name).read_text(encoding="utf-8")
 
@@ -62,7 +67,8 @@ class Library:
         self.pid = os.getpid()
         self._ffi = ffi
         self._lib = lib
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a plain one but for the thread that ends the process: see `end`
+        self._last: int | None = None
         self._owner: int | None = None
         self._calls = threading.local()
         self._graves: deque[Owned] = deque()
@@ -122,14 +128,18 @@ class Library:
         # callback that calls back in) would wait for itself.
         if self._owner == me:
             raise Reentered("library", "a call", "another call on this thread")
-        with self._lock, self.holding():
-            try:
-                self._owner = me
-                self._free_buried()
-                self.log.begin_call()
-                yield self._ffi, self._lib
-            finally:
-                self._owner = None
+        try:
+            with self._lock, self.holding():
+                try:
+                    self._owner = me
+                    self._free_buried()
+                    self.log.begin_call()
+                    yield self._ffi, self._lib
+                finally:
+                    self._owner = None
+        finally:
+            if self._is_over():
+                threading.Event().wait()  # for good: whoever would hear what became of the call is being taken down
 
     @contextmanager
     def asking(self) -> Iterator[tuple[Any, Any]]:
@@ -169,8 +179,16 @@ class Library:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether something is held on this thread, so that a long call had better end."""
+        """Whether something is held on this thread."""
         return bool(getattr(self._calls, "held", None))
+
+    @property
+    def is_unwanted(self) -> bool:
+        """Whether a long call of this thread had better end: something is held, or the process ends."""
+        return self.is_interrupted or self._is_over()
+
+    def _is_over(self) -> bool:
+        return self._last is not None and self._last != threading.get_ident()
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call C so that its result is not lost to an exception that a signal's handler raises meanwhile."""
@@ -201,6 +219,8 @@ class Library:
         """Free a C object whose handle is gone: now, or where a call is under way, before the next one."""
         self._graves.append(owned)
         taken: list[bool] = []
+        if self._owner == threading.get_ident():
+            return
         try:
             taken.extend(starmap(self._lock.acquire, ((False,),)))  # as in `call`
             if taken[0]:
@@ -210,6 +230,11 @@ class Library:
             if taken == [True]:
                 self._owner = None
                 self._lock.release()
+
+    def end(self) -> None:
+        """Wait until the call under way has ended, and let no thread but this one make another, for good."""
+        self._last = threading.get_ident()
+        self._lock.acquire(timeout=_EXIT_S)  # kept
 
     def _free_buried(self) -> None:
         while self._graves:
@@ -398,6 +423,7 @@ def _attach_log(library: Library, ffi: cffi.FFI, lib: Any) -> None:
     def detach() -> None:
         # A forked child runs this too, and its copy of the library may have been locked at the moment of the fork.
         if os.getpid() == pid:
+            library.end()
             lib.llama_log_set(ffi.cast("ggml_log_callback", address), ffi.NULL)
 
     atexit.register(detach)

@@ -27,7 +27,7 @@ class LogTail:
         """Keep at most ``n_lines`` lines."""
         self._lines: deque[str] = deque(maxlen=n_lines)
         self._open = ""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collector may run while it is held, and free what logs its end
         self._listeners: list[Callable[[int, str], None]] = []
         self._n_lines = 0
         self._n_lines_before_call = 0

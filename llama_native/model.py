@@ -151,7 +151,7 @@ class Model(Handle):
 
         def on_progress(share: float, _: object) -> bool:
             nonlocal cancelled, next_share
-            cancelled = cancelled or (endable and library.is_interrupted)
+            cancelled = cancelled or (endable and library.is_unwanted)
             # The library calls for every tensor, most of which are norms and biases.
             if share < next_share or cancelled:
                 return not cancelled

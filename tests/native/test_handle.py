@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
@@ -101,19 +102,21 @@ def test_a_fork_is_refused_a_vocabulary_that_another_thread_is_asking(model: Pat
 def child_dropped(path: str, model_path: str) -> dict[str, Any]:
     library, stub = Library.open(path), Stub(path)
     n, where = 0, "the start"
-    with Model.load(library, model_path, ModelParams()) as model:
-        while where:
-            n += 1
-            context = Context(model, ContextParams(n_ctx=64))
-            interruption = Interruption(n, module)
-            with interruption.armed():
-                library.bury(context.owned)
-            where = interruption.where
-            if library._lock.locked():
-                library._lock.release()
-                return {"held": where}
-            del context
-            library.devices()
+    model = Model.load(library, model_path, ModelParams())
+    while where:
+        n += 1
+        context = Context(model, ContextParams(n_ctx=64))
+        interruption = Interruption(n, module)
+        with interruption.armed():
+            library.bury(context.owned)
+        where = interruption.where
+        other = threading.Thread(target=library.devices, daemon=True)
+        other.start()
+        other.join(GUARD_S / 12)
+        if other.is_alive():
+            return {"held": where}
+        del context
+    model.close()
     return {"n": n, "left": sorted(set(stub.live().values()))}
 
 
@@ -123,3 +126,34 @@ def test_what_is_dropped_lets_go_of_the_library_wherever_it_is_interrupted(model
     assert "held" not in found, found
     assert found["left"] == [0]
     assert found["n"] > 5
+
+
+def child_ends(path: str, model_path: str, out: str) -> None:
+    def after() -> None:
+        # Registered before the library's own end, so it runs behind that.
+        busy = library._owner
+        context.close()
+        Path(out).write_text(f"{busy} {context.closed}")
+
+    atexit.register(after)
+    library, stub = Library.open(path), Stub(path)
+    stub.faults("pace:decode=200000")
+    model = Model.load(library, model_path, ModelParams())
+    context = Context(model, ContextParams(n_ctx=64))
+    begun = threading.Event()
+
+    def work() -> None:
+        while True:
+            context.clear()
+            begun.set()
+            context.decode([1], [0], [0], [True])
+
+    threading.Thread(target=work, daemon=True).start()
+    begun.wait(GUARD_S)
+
+
+def test_a_process_ends_when_no_other_thread_is_in_the_library(model: Path, tmp_path: Path) -> None:
+    """A daemon thread's call ends first, and it makes no other; what a program closes even later is closed."""
+    out = tmp_path / "out"
+    assert run_child(child_ends, build(), model, out).returncode == 0
+    assert out.read_text() == "None True"

@@ -105,3 +105,33 @@ def test_a_real_failure_carries_the_librarys_words(tmp_path: Path) -> None:
     for line in found["tail"]:
         assert line.strip() in found["heard"]
     assert found["tail"][-1].strip() in found["message"]
+
+
+class _Freed:
+    """Stands for a context that the collector frees: the library logs it on the same thread."""
+
+    def __init__(self, log: LogTail) -> None:
+        self.log = log
+
+    def __del__(self) -> None:
+        self.log.feed(INFO, "freed\n")
+
+    def __call__(self, _level: int, _text: str) -> None:
+        """Listen."""
+
+
+def test_a_collector_that_runs_inside_may_free_what_logs() -> None:
+    """The list of lines, or of listeners, is in hand while the library says more on the same thread."""
+    log = LogTail()
+
+    def work() -> None:
+        log.listen(_Freed(log))()
+        log._listeners.append(_Freed(log))
+        with log._lock:
+            log._listeners.clear()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert log.tail() == ("freed", "freed")
