@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from splitctl.carry.sampling import SamplerSpec
 from splitctl.engine.engine import LoadedAdapter
 from splitctl.errors import ConfigInvalid
 from splitctl.outcome import Proof
 from splitctl.placement import Placement, number, whole
+
+if TYPE_CHECKING:
+    from llama_native import Model
 
 
 def placement_of(value: object) -> Placement:
@@ -33,8 +37,10 @@ def adapters_of(pairs: object) -> list[LoadedAdapter]:
     return found
 
 
-def text_of(value: object) -> str | bytes:
-    """Refuse anything but text, or its UTF-8 bytes."""
+def text_of(value: object, model: Model) -> str | bytes:
+    """Refuse anything but text, or its UTF-8 bytes, and a model that reads none."""
+    if not model.has_tokenizer:
+        raise ConfigInvalid("model", model.path, "a model with a tokenizer: this one reads numbers only")
     if not isinstance(value, str | bytes):
         raise ConfigInvalid("text", value, "text, or its UTF-8 bytes")
     try:

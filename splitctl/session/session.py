@@ -147,8 +147,7 @@ class Session:
             Busy: the call comes from inside a callback of a switch that has no model now.
         """
         self._refuse_gone()
-        model = self._live.engine.model
-        if model is not None:
+        if (model := self._live.engine.model) is not None:
             return model
         with self._working("waiting for its model"):
             return self._live.model
@@ -186,16 +185,12 @@ class Session:
         return self._slot(seq_id).embedding
 
     def tokenize(self, text: str | bytes, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Turn text into the model's tokens; ``add_special`` adds BOS as the model wants it.
+        """Turn text into the model's tokens; ``add_special`` adds BOS. ConfigInvalid: the model has no tokenizer.
 
         It waits for nobody who reads or generates; while a switch has no model, it waits for its end.
-
-        Raises:
-            ConfigInvalid: this is no text, or the model has no tokenizer.
         """
-        text, model = arguments.text_of(text), self.model
-        if not model.has_tokenizer:
-            raise ConfigInvalid("model", self.facts.name, "a model with a tokenizer: this one reads numbers only")
+        model = self.model
+        text = arguments.text_of(text, model)
         with suppress(HandleClosed):
             return model.tokenize(text, add_special=add_special, parse_special=parse_special)
         with self._working("tokenizing"):
@@ -441,12 +436,9 @@ class Session:
 
         Raises:
             Parked: the session serves no more.
-            ForkedProcess: this process is a fork of the session's.
         """
         self._refuse_gone()
-        self._live.turn.refuse_fork()
-        options = options or SwitchOptions()
-        target = complete(arguments.placement_of(target), self._live.placement)
+        target, options = complete(arguments.placement_of(target), self._live.placement), options or SwitchOptions()
         if not self._live.placement.differs(target):
             return Checked(target, options)
         return self._checker.switching(self._live, target, options)
@@ -595,6 +587,7 @@ class Session:
                 yield
 
     def _refuse_gone(self) -> None:
+        self._live.turn.refuse_fork()
         if self.stage in {Stage.PARKED, Stage.CLOSED}:
             raise self._effects.gone(self._switcher.state)
 
