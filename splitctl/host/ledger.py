@@ -113,7 +113,7 @@ class Totals:
     """What all workers of a session have read and drawn, whatever became of the streams that it was for.
 
     Attributes:
-        n_read: tokens of prompts that were read; those read again in another worker count again.
+        n_read: tokens of prompts that were read; what a new worker reads again before it serves does not count.
         n_reused: tokens of prompts that a sequence held already.
         prompt_ms: time until the first tokens were drawn, ms.
         n_drawn: tokens drawn, those that end an answer included.

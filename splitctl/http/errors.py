@@ -128,7 +128,10 @@ def api_error(error: SplitctlError) -> ApiError:
         case Refused():
             return ApiError(409, str(error), code=error.reasons[0].code if error.reasons else "refused")
         case RequestFailed():
-            return ApiError(_STATUS_OF_FAULT.get(error.fault, 500), error.message, code=error.name)
+            # Another process raised it, and has told its name.
+            known = next((known for kind, known in _ANSWERS.items() if kind.__name__ == error.name), None)
+            status, code = known or (_STATUS_OF_FAULT.get(error.fault, 500), error.name)
+            return ApiError(status, error.message, code=code)
     known = next((known for kind, known in _ANSWERS.items() if isinstance(error, kind)), None)
     status, code = known or (500, type(error).__name__)
     return ApiError(status, str(error), code=code)

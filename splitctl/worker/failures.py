@@ -57,7 +57,7 @@ def failure_of(error: BaseException, *, model: Path | None = None) -> Failure:
 def logged_failure_of(error: BaseException, *, model: Path | None = None) -> Failure:
     """As `failure_of`; where the error is a fault of ours, the log says where it was raised."""
     failure = failure_of(error, model=model)
-    if failure.fault is Fault.INTERNAL:
+    if failure.fault is Fault.INTERNAL and not isinstance(error, SplitctlError):
         traceback.print_exception(error)
     return failure
 
