@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -22,13 +23,13 @@ def mapped(path: Path) -> Iterator[memoryview]:
     """Map a regular file, or what a link leads to, while the block runs.
 
     A mapped file that becomes shorter would end the process by a signal. A lease makes other writers wait; where the
-    system grants none, the file is read into memory instead.
+    system grants none, the file is read into memory instead, but for its holes.
 
     Yields:
         Its bytes, read-only; not to be used after the block.
 
     Raises:
-        CarryDamaged: it cannot be opened, or is no regular file.
+        CarryDamaged: it cannot be opened or read, or is no regular file.
     """
     try:
         # Not blocking, so that a pipe with nobody behind it is refused like every other kind.
@@ -44,13 +45,27 @@ def mapped(path: Path) -> Iterator[memoryview]:
         elif _leased(fd):
             yield memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_READ))
         else:
-            with os.fdopen(fd, "rb", closefd=False) as file:
-                yield memoryview(file.read())
+            yield _read(path, fd, about.st_size)
     finally:
         # The mapping may outlive the block, and with it the lease.
         with suppress(OSError):
             fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         os.close(fd)
+
+
+def _read(path: Path, fd: int, n_bytes: int) -> memoryview:
+    at = 0
+    try:
+        data = memoryview(mmap.mmap(-1, n_bytes))
+        while at < n_bytes:
+            start = os.lseek(fd, at, os.SEEK_DATA)
+            at = min(os.lseek(fd, start, os.SEEK_HOLE), n_bytes)
+            while start < at and (n := os.preadv(fd, [data[start:at]], start)):
+                start += n
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # what is left is a hole, or gone
+            raise CarryDamaged(path, error.strerror or str(error)) from error
+    return data[: os.fstat(fd).st_size].toreadonly()
 
 
 def _leased(fd: int) -> bool:
