@@ -54,7 +54,7 @@ def mapped(path: Path) -> Iterator[memoryview]:
 
 
 def _read(path: Path, fd: int, n_bytes: int) -> memoryview:
-    at = 0
+    at, data = 0, memoryview(b"")
     try:
         data = memoryview(mmap.mmap(-1, n_bytes))
         while at < n_bytes:
