@@ -8,7 +8,8 @@ Laws:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -39,7 +40,7 @@ class HttpLimits:
         body_bytes: of one request for text.
         token_body_bytes: of one for tokens alone, which the worker answers between two decodes.
         small_body_bytes: of any other request.
-        pending_bytes: of bodies that are not whole yet, over all clients.
+        pending_bytes: of bodies that are not whole, or not read yet, over all clients.
         held_bytes: of bodies whose answers are under way, over all clients.
         head_s: from accepting a connection, or its last answer, to a whole head of a request, seconds.
         body_s: until a body is whole, seconds.
@@ -79,7 +80,8 @@ class Intake:
         Raises:
             ApiError: it is none, is too long, or does not come.
         """
-        return object_of(await self._body(request, self.limits.small_body_bytes))
+        async with self._body(request, self.limits.small_body_bytes) as raw:
+            return object_of(raw)
 
     async def read(
         self, request: Request, read: Callable[[dict[str, Any]], _T], most: int | None = None
@@ -97,31 +99,34 @@ class Intake:
         Raises:
             ApiError: it is none, is too long, or does not come.
         """
-        raw = await self._body(request, self.limits.body_bytes if most is None else most)
-        if len(raw) <= _LONG_BYTES:
-            return read(object_of(raw)), len(raw)
-        async with self._reading:
-            return await asyncio.to_thread(_read_long, raw, read), len(raw)
+        async with self._body(request, self.limits.body_bytes if most is None else most) as raw:
+            if len(raw) <= _LONG_BYTES:
+                return read(object_of(raw)), len(raw)
+            async with self._reading:
+                return await asyncio.to_thread(_read_long, raw, read), len(raw)
 
-    async def _body(self, request: Request, most: int) -> bytes:
+    @asynccontextmanager
+    async def _body(self, request: Request, most: int) -> AsyncIterator[bytes]:
+        """Take a body, which counts as pending until the block ends."""
         said = request.headers.get("content-length", "")
         if len(said) > len(str(most)) or (said.isdecimal() and int(said) > most):
             raise _too_long(most)
         raw = bytearray()
         try:
-            async with asyncio.timeout(self.limits.body_s):
-                async for chunk in request.stream():
-                    raw += chunk
-                    self._n_pending += len(chunk)
-                    if len(raw) > most:
-                        raise _too_long(most)
-                    if self._n_pending > self.limits.pending_bytes:
-                        raise ApiError(429, "too many long requests at once; try again", code="busy")
-        except TimeoutError as error:
-            raise ApiError(408, f"the body did not come within {self.limits.body_s:g} s", code="slow") from error
+            try:
+                async with asyncio.timeout(self.limits.body_s):
+                    async for chunk in request.stream():
+                        raw += chunk
+                        self._n_pending += len(chunk)
+                        if len(raw) > most:
+                            raise _too_long(most)
+                        if self._n_pending > self.limits.pending_bytes:
+                            raise ApiError(429, "too many long requests at once; try again", code="busy")
+            except TimeoutError as error:
+                raise ApiError(408, f"the body did not come within {self.limits.body_s:g} s", code="slow") from error
+            yield bytes(raw)
         finally:
             self._n_pending -= len(raw)
-        return bytes(raw)
 
 
 def _read_long(raw: bytes, read: Callable[[dict[str, Any]], _T]) -> _T:

@@ -6,9 +6,12 @@ import asyncio
 import json
 import select
 import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -16,7 +19,7 @@ import pytest
 from splitctl.errors import Busy, Parked
 from splitctl.host.events import SwitchStage
 from splitctl.host.streams import Done, Stream, Why
-from splitctl.http import HttpConfig
+from splitctl.http import HttpConfig, intake
 from splitctl.http.intake import HttpLimits
 from splitctl.ipc.jobs import Fault
 from tests.ctl.http_fake import WAIT_S, Site, rest, site
@@ -401,6 +404,29 @@ def test_too_much_is_turned_away() -> None:
         empty = b'{"prompt": "x", "zzz": [' + b"[]," * (1 << 20) + b"[]]}"
         assert served.post(TEXT, empty).status == 413
         assert served.post("/split-mode", b"x" * 100_000).status == 413
+
+
+def test_bodies_that_wait_to_be_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long ones are read one after the other: those that are whole and wait for that count as well."""
+    begun, go_on = threading.Event(), threading.Event()
+    read_long = intake._read_long
+
+    def slow(*given: Any) -> Any:
+        begun.set()
+        go_on.wait(WAIT_S)
+        return read_long(*given)
+
+    monkeypatch.setattr(intake, "_read_long", slow)
+    body = {"content": "x" * 100_000}
+    with site(_limited(pending_bytes=150_000)) as served, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(served.post, "/tokenize", body)
+        assert begun.wait(WAIT_S)
+        try:
+            assert served.post("/tokenize", body).error["code"] == "busy"
+        finally:
+            go_on.set()
+        assert first.result().status == 200
+        assert served.post("/tokenize", body).status == 200
 
 
 def test_what_no_sequence_could_hold_is_refused_before_it_is_read(shared: Site) -> None:
