@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from llama_native.owned import Owned
 
 
-#: How long the end of the process waits for a call that another thread is in [seconds].
+#: How long the end of the process waits for a call that another thread is in, and that thread for the end [seconds].
 _EXIT_S = 10.0
 
 
@@ -67,7 +67,7 @@ class Library:
         self.pid = os.getpid()
         self._ffi = ffi
         self._lib = lib
-        self._lock = threading.RLock()  # a plain one but for the thread that ends the process: see `end`
+        self._lock = threading.Lock()
         self._last: int | None = None
         self._owner: int | None = None
         self._calls = threading.local()
@@ -130,6 +130,8 @@ class Library:
             raise Reentered("library", "a call", "another call on this thread")
         try:
             with self._lock, self.holding():
+                if self._is_over():
+                    raise SystemExit
                 try:
                     self._owner = me
                     self._free_buried()
@@ -139,7 +141,7 @@ class Library:
                     self._owner = None
         finally:
             if self._is_over():
-                threading.Event().wait()  # for good: whoever would hear what became of the call is being taken down
+                self._outlive()
 
     @contextmanager
     def asking(self) -> Iterator[tuple[Any, Any]]:
@@ -219,7 +221,7 @@ class Library:
         """Free a C object whose handle is gone: now, or where a call is under way, before the next one."""
         self._graves.append(owned)
         taken: list[bool] = []
-        if self._owner == threading.get_ident():
+        if self._is_over():
             return
         try:
             taken.extend(starmap(self._lock.acquire, ((False,),)))  # as in `call`
@@ -232,9 +234,20 @@ class Library:
                 self._lock.release()
 
     def end(self) -> None:
-        """Wait until the call under way has ended, and let no thread but this one make another, for good."""
+        """Wait until the call under way has ended, and let no thread but this one make another."""
         self._last = threading.get_ident()
-        self._lock.acquire(timeout=_EXIT_S)  # kept
+        if self._lock.acquire(timeout=_EXIT_S):
+            self._lock.release()
+
+    def _outlive(self) -> None:
+        """Wait for the end of the process, which nothing that a thread still does is to disturb; else end the thread.
+
+        It is there for so long only if somebody waits for the thread.
+        """
+        if not getattr(self._calls, "is_over", False):
+            self._calls.is_over = True
+            threading.Event().wait(_EXIT_S)
+        raise SystemExit
 
     def _free_buried(self) -> None:
         while self._graves:
