@@ -120,6 +120,7 @@ class Library:
         Raises:
             Reentered: this thread is inside a call already (a callback must not call the library).
             ForkedProcess: this process is a fork of the one that opened the library.
+            SystemExit: the process ends, in another thread.
         """
         if self.forked:
             raise ForkedProcess(self.pid, os.getpid())
