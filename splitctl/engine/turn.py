@@ -58,7 +58,9 @@ class Turn:
         ticket = _Ticket(what)
         try:
             if not self._asked(ticket):
-                ticket.gate.acquire()
+                # A signal that comes as a wait begins is seen when that wait is over.
+                while not ticket.gate.acquire(timeout=_POLL_S):
+                    pass
             yield
         finally:
             try:

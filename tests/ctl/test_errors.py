@@ -36,6 +36,10 @@ SAMPLES: list[tuple[SplitctlError, str]] = [
     (errors.CarryDamaged(None, "it ends early"), "the carry in memory cannot be used"),
     (errors.StateUnsound("no cells"), "no cells"),
     (errors.CannotConvert("no type"), "the carry cannot be converted for the target: no type"),
+    (
+        errors.FileChanged(Path("/m"), "it is gone"),
+        "/m: the file changed since the session opened: it is gone; put the same file back",
+    ),
     (errors.AdapterInvalid(Path("/a"), "it is empty"), "adapter /a cannot be used: it is empty; give a LoRA file"),
     (
         errors.CarryNotWritten(Path("/x"), "No space left on device"),

@@ -79,13 +79,13 @@ def test_texts_that_show_nothing_are_a_fault() -> None:
 @pytest.mark.model
 @pytest.mark.slow
 def test_a_session_is_switched_under_streams(smollm2: Path) -> None:
-    """Ten switches under four streams: nothing grows, no token is lost, and every text is right."""
-    size = ("--switches", "10", "--tokens", "24")
+    """Twelve switches under four streams: nothing grows, no token is lost, and every text is right."""
+    size = ("--switches", "12", "--tokens", "24")
     done = run_tool("soak", "--json", *size, "--lib", library_of(NEWEST), "--model", smollm2)
     print(done.stderr)
     result: dict[str, Any] = json.loads(done.stdout)
     assert result["faults"] == []
     assert done.returncode == 0
-    assert result["switches"] == 10
+    assert result["switches"] == 12
     assert result["texts"] >= 4
-    assert result["pause_ms"]["n"] >= 10
+    assert result["pause_ms"]["n"] >= 12
