@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from statecodec import Content, Form
+from statecodec import AttentionSection, Content, Form, RecurrentSection, StateImage
 from tests.codec.synthetic import (
     FOUR_UNIFIED,
     LATE,
@@ -236,3 +236,28 @@ CASES: dict[str, Case] = {
         sequence_file(memory(_NEW), 4, (-1, 1, 3, 5, 6, 7, 0)), "v11", "a", _THREE, _SEQUENCE_FILE
     ),
 }
+
+
+_ROW_HEADER = 12
+_STRIDE = 13
+
+
+def cuts(image: StateImage) -> list[int]:
+    """Where to cut a state: every byte of what is read, and of a layer's rows the ends and every 13th byte.
+
+    Inside the rows nothing but their length changes; no row of the table is a multiple of 13 bytes.
+    """
+    ends = set(range(image.n_bytes))
+    for section in image.sections:
+        layers = []
+        if isinstance(section, AttentionSection):
+            layers = [layer for _, stream in section.filled() for layer in (*stream.keys, *stream.values)]
+        elif isinstance(section, RecurrentSection):
+            layers = [
+                rows for layer in section.layers for rows in (layer.r, layer.history, layer.s) if rows is not None
+            ]
+        for layer in layers:
+            start = layer.offset + _ROW_HEADER
+            inside = range(start + 2, start + len(layer.data) - 1)
+            ends -= set(inside) - set(inside[::_STRIDE])
+    return sorted(ends)

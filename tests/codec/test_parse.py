@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 
 import pytest
 
@@ -31,7 +32,7 @@ from statecodec import (
 from statecodec.cursor import Cursor, view
 from statecodec.envelope import read_outputs
 from statecodec.parse import describe
-from tests.codec.cases import CASES, Case
+from tests.codec.cases import CASES, Case, cuts
 from tests.codec.model import parts_of
 from tests.codec.synthetic import (
     LATE,
@@ -76,12 +77,24 @@ def test_the_object_becomes_the_same_bytes(case: Case) -> None:
 @_CASES
 def test_every_truncation_is_an_error_or_keeps_its_bytes(case: Case) -> None:
     """A cut state is refused, unless what is left is a whole smaller state, which is then written back as it is."""
-    for end in range(len(case.data)):
+    refused_or_kept(case.data, cuts(parse(case.data)))
+
+
+@pytest.mark.deep
+@_CASES
+def test_truncations_inside_rows_are_errors_or_keep_their_bytes(case: Case) -> None:
+    """The same at every byte of every row."""
+    refused_or_kept(case.data, range(len(case.data)))
+
+
+def refused_or_kept(data: bytes, ends: Iterable[int]) -> None:
+    whole = memoryview(data)
+    for end in ends:
         try:
-            image = parse(case.data[:end])
+            image = parse(whole[:end])
         except StateFormatError:
             continue
-        assert written(image) == case.data[:end]
+        assert written(image) == whole[:end]
 
 
 @_CASES
@@ -93,9 +106,10 @@ def test_every_truncation_is_an_error_when_the_model_is_known(case: Case) -> Non
     facts = ModelFacts(parts=parts_of(image), versions=image.versions)
     assert written(parse(case.data, facts=facts)) == case.data
     # Of a model without a memory no bytes at all are a state too.
-    for end in [*range(0 if image.sections else 1, len(case.data), 3), len(case.data) - 1]:
+    whole = memoryview(case.data)
+    for end in {*cuts(image)[0 if image.sections else 1 :: 3], len(case.data) - 1}:
         with pytest.raises(StateFormatError):
-            image = parse(case.data[:end], facts=facts)
+            parse(whole[:end], facts=facts)
 
 
 @_CASES
