@@ -1,14 +1,16 @@
 """Takes state blobs from one build and one model, and gives them back: the child of `make_goldens` and of tests.
 
 One library per process. It declares by itself the little that it calls, so that builds without tensor mode (which the
-native package refuses) can be driven too. Reads one JSON request from stdin, writes blobs into a folder, and prints one
-JSON line per blob. A job that names a blob to `load` gives it to a fresh context instead of reading a prompt; one that
-names a `next` token decodes it afterwards and keeps the logits.
+native package refuses) can be driven too. Reads one JSON request from the first line of stdin, writes blobs into a
+folder, and prints one JSON line per blob; each line that follows is one job more. A job that names a blob to `load`
+gives it to a fresh context instead of reading a prompt; one that names a `next` token decodes it afterwards and keeps
+the logits.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import sys
 from dataclasses import dataclass
@@ -254,12 +256,12 @@ def run(build: Build, model: Any, job: dict[str, Any], folder: Path, n_vocab: in
 
 
 def main() -> None:
-    """Do every job of the request on stdin."""
-    request = json.load(sys.stdin)
+    """Do every job of the request on stdin, and those behind it as they come."""
+    request = json.loads(sys.stdin.readline())
     build = Build(request["library"], request["epoch"])
     model = build.load(request["model"])
     n_vocab = build.lib.llama_vocab_n_tokens(build.lib.llama_model_get_vocab(model))
-    for job in request["jobs"]:
+    for job in itertools.chain(request["jobs"], map(json.loads, sys.stdin)):
         print(json.dumps(run(build, model, job, Path(request["folder"]), n_vocab)), flush=True)
     build.lib.llama_model_free(model)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from statecodec import ModelFacts, Rotation, StateImage, TensorType, emit, parse, salvage, transcode
-from tests.tool import run_tool
+from tests.tool import CHECKOUT, tool_command
 from tools.make_goldens import BUILDS
 
 _NEWEST, _BEFORE, _NINE = "xllamacpp-2026.10.11549", "llama-cpp-python-0.3.36", "xllamacpp-2026.8.10566"
@@ -40,12 +41,13 @@ class Setting:
 
 @dataclass
 class Lab:
-    """Runs jobs on real builds, each in a child; the same job is run once."""
+    """Runs jobs on real builds, each build in one child, each job in a fresh context; the same job is run once."""
 
     model: Path
     builds: Path
     folder: Path
     kept: dict[Setting, tuple[bytes, np.ndarray]] = field(default_factory=dict)
+    children: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
 
     def natively(self, setting: Setting) -> tuple[bytes, np.ndarray]:
         """The state after the prompt, and the logits of the next token of the setting's sequence."""
@@ -59,7 +61,7 @@ class Lab:
         return self.run(setting, {"load": str(self.folder / "given")})
 
     def run(self, setting: Setting, more: dict[str, Any]) -> tuple[bytes, np.ndarray]:
-        """One job in a child: the state, and the logits of the next token."""
+        """One job: the state, and the logits of the next token."""
         told = BUILDS[setting.build]
         library = self.builds / told.folder / told.library
         if not library.exists():
@@ -79,24 +81,60 @@ class Lab:
             "next": own,
             **more,
         }
-        request = {
-            "library": str(library),
-            "epoch": told.epoch,
-            "model": str(self.model),
-            "folder": str(self.folder),
-            "jobs": [job],
-        }
-        env = {**os.environ, "GGML_NO_BACKTRACE": "1"}
-        child = run_tool("capture_state", env=env, stdin=json.dumps(request))
-        assert child.returncode == 0, child.stderr[-2000:]
+        child = self.child(setting.build, library)
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(json.dumps(job) + "\n")
+        child.stdin.flush()
+        if not child.stdout.readline():
+            child.wait()
+            pytest.fail(f"the child of {setting.build} ended: {self.said(setting.build)}")
         logits = np.frombuffer((self.folder / "state.logits").read_bytes(), dtype="<f4")
         return (self.folder / "state").read_bytes(), logits
 
+    def child(self, build: str, library: Path) -> subprocess.Popen[str]:
+        """The child that holds a build and the model; started for the first job, and again where one ended."""
+        child = self.children.get(build)
+        if child is None or child.poll() is not None:
+            with (self.folder / f"{build}.err").open("w", encoding="utf-8") as errors:
+                child = subprocess.Popen(
+                    tool_command("capture_state"),
+                    cwd=CHECKOUT,
+                    env={**os.environ, "GGML_NO_BACKTRACE": "1"},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                )
+            self.children[build] = child
+            request = {
+                "library": str(library),
+                "epoch": BUILDS[build].epoch,
+                "model": str(self.model),
+                "folder": str(self.folder),
+                "jobs": [],
+            }
+            assert child.stdin is not None
+            child.stdin.write(json.dumps(request) + "\n")
+        return child
+
+    def said(self, build: str) -> str:
+        """The end of what a build's child wrote to stderr."""
+        return (self.folder / f"{build}.err").read_text(encoding="utf-8", errors="replace")[-2000:]
+
+    def close(self) -> None:
+        """End the children, all of which must end well."""
+        for build, child in self.children.items():
+            child.communicate()
+            assert child.returncode == 0, self.said(build)
+
 
 @pytest.fixture(scope="module")
-def lab(smollm2: Path, cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+def lab(smollm2: Path, cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """Real builds and the real model."""
-    return Lab(smollm2, cache_dir / "builds", tmp_path_factory.mktemp("states"))
+    lab = Lab(smollm2, cache_dir / "builds", tmp_path_factory.mktemp("states"))
+    yield lab
+    lab.close()
 
 
 def nmse(found: np.ndarray, wanted: np.ndarray) -> float:
