@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from tests.stublib import build, needs_compiler, run_child, write_model
 
 _ROOT = Path(__file__).parents[3]
 _BASE = Placement(devices=("STUB0", "STUB1"), n_ctx=256, n_threads=1)
-_CPU = Placement(devices=("CPU", "CPU"), n_threads=1)
+_CPU = Placement(devices=("CPU", "CPU"), n_ctx=256, n_threads=1)
 _F16 = [("f16", "f16")]
 _TENSOR_ONLY = cells(_BASE, [SplitMode.TENSOR], _F16, [], [True])
 
@@ -61,6 +61,18 @@ def _asked(model: Path, library: Path | None, some: tuple[Cell, ...], **more: An
 def _verify(model: Path, faults: str = "", some: tuple[Cell, ...] = _TENSOR_ONLY, **more: Any) -> VerifyReport:
     env = _env(STUB_FAULTS=faults) if faults else _env()
     return Verifier(env)(_asked(model, build(), some, **more))
+
+
+def _verify_each(model: Path, tries: Sequence[tuple[str, Cell]]) -> list[dict[str, Any]]:
+    """Verify a sound reference, and then each cell with its own faults: what they share is computed once."""
+    env, left = _env(), iter(tries)
+
+    def on_cell(found: dict[str, Any]) -> None:
+        assert found["verdict"] == "ok" or not found["reference"], found
+        env["STUB_FAULTS"] = next(left, ("",))[0]
+
+    some = (_TENSOR_ONLY[0], *(cell for _, cell in tries))
+    return Verifier(env, on_cell=on_cell)(_asked(model, build(), some)).cells[1:]
 
 
 # -- the cells ---------------------------------------------------------------------------------------------------------
@@ -195,32 +207,41 @@ def test_another_top_token_within_the_noise_is_a_tie(seed: int) -> None:
 # -- every end of a cell -----------------------------------------------------------------------------------------------
 
 
+_ENDS: list[tuple[str, str, bool, dict[str, Any] | None]] = [
+    ("load:abort:tensor", "dies", False, {"by": "signal", "name": "SIGABRT", "stage": "loading"}),
+    ("init:segv:tensor", "dies", False, {"by": "signal", "signal": 11, "stage": "making the context"}),
+    ("decode:abort:tensor", "dies", True, {"by": "signal", "stage": "reading the text"}),
+    # The text is read, and the first batch of one token kills: K-norm with one KV head in 2026.10.
+    ("decode:abort:tensor@3", "dies", True, {"by": "signal", "stage": "generating"}),
+    ("get_data:abort:tensor", "dies", True, {"by": "signal", "stage": "taking the state out"}),
+    ("set_data:abort:tensor", "dies", True, {"by": "signal", "stage": "putting the state into a fresh context"}),
+    ("load:kill:tensor", "inconclusive", False, {"by": "signal", "name": "SIGKILL"}),
+    ("load:null:tensor", "inconclusive", False, {"by": "return", "function": "llama_model_load_from_file"}),
+    ("decode:fail:tensor", "fails", True, {"by": "return", "function": "llama_decode"}),
+    ("set_data:zero:tensor", "fails", True, {"by": "return", "function": "llama_state_set_data"}),
+    ("decode:nan:tensor", "wrong", True, None),
+    ("decode:const:tensor", "wrong", True, None),
+    ("get_data:flip:tensor@2", "wrong", True, None),
+]
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What is found with each of the faults."""
+    model = write_model(tmp_path_factory.mktemp("ends") / "tiny.gguf")
+    faults = [row[0] for row in _ENDS]
+    return dict(zip(faults, _verify_each(model, [(one, _TENSOR_ONLY[1]) for one in faults]), strict=True))
+
+
 @needs_compiler
 @pytest.mark.stub
-@pytest.mark.parametrize(
-    ("faults", "verdict", "loads", "end"),
-    [
-        ("load:abort:tensor", "dies", False, {"by": "signal", "name": "SIGABRT", "stage": "loading"}),
-        ("init:segv:tensor", "dies", False, {"by": "signal", "signal": 11, "stage": "making the context"}),
-        ("decode:abort:tensor", "dies", True, {"by": "signal", "stage": "reading the text"}),
-        # The text is read, and the first batch of one token kills: K-norm with one KV head in 2026.10.
-        ("decode:abort:tensor@3", "dies", True, {"by": "signal", "stage": "generating"}),
-        ("get_data:abort:tensor", "dies", True, {"by": "signal", "stage": "taking the state out"}),
-        ("set_data:abort:tensor", "dies", True, {"by": "signal", "stage": "putting the state into a fresh context"}),
-        ("load:kill:tensor", "inconclusive", False, {"by": "signal", "name": "SIGKILL"}),
-        ("load:null:tensor", "inconclusive", False, {"by": "return", "function": "llama_model_load_from_file"}),
-        ("decode:fail:tensor", "fails", True, {"by": "return", "function": "llama_decode"}),
-        ("set_data:zero:tensor", "fails", True, {"by": "return", "function": "llama_state_set_data"}),
-        ("decode:nan:tensor", "wrong", True, None),
-        ("decode:const:tensor", "wrong", True, None),
-        ("get_data:flip:tensor@2", "wrong", True, None),
-    ],
-)
-def test_every_end_is_a_finding(tiny: Path, faults: str, verdict: str, loads: bool, end: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize(("faults", "verdict", "loads", "end"), _ENDS)
+def test_every_end_is_a_finding(
+    ends: dict[str, dict[str, Any]], faults: str, verdict: str, loads: bool, end: dict[str, Any] | None
+) -> None:
     """A cell that dies, fails or computes wrongly says how far it came and what ended it, beside a sound reference."""
-    report = _verify(tiny, faults)
-    reference, found = report.cells
-    assert (reference["verdict"], found["verdict"], found["loads"]) == ("ok", verdict, loads), found
+    found = ends[faults]
+    assert (found["verdict"], found["loads"]) == (verdict, loads), found
     assert found["why"]
     if end is None:
         assert found["end"] is None
@@ -231,7 +252,7 @@ def test_every_end_is_a_finding(tiny: Path, faults: str, verdict: str, loads: bo
     if "@3" in faults:
         # What was found before the death is told.
         assert found["nmse"] == 0.0
-    json.dumps(report.cells, allow_nan=False)
+    json.dumps(found, allow_nan=False)
 
 
 @needs_compiler
@@ -256,19 +277,20 @@ def test_a_sound_build_is_right_in_every_cell(tiny: Path) -> None:
 
 @needs_compiler
 @pytest.mark.stub
-@pytest.mark.parametrize(
-    ("faults", "verdicts"),
-    [("", ["ok", "ok", "ok", "ok"]), ("decode:mix:tensor", ["ok", "ok", "wrong", "ok"])],
-    ids=["sound", "mixed up"],
-)
-def test_what_goes_wrong_with_several_sequences_alone_is_found(tiny: Path, faults: str, verdicts: list[str]) -> None:
+def test_what_goes_wrong_with_several_sequences_alone_is_found(tiny: Path) -> None:
     """A build that lets a sequence see another one's cells is right with one, and wrong where they share a cache."""
-    report = _verify(tiny, faults, cells(_BASE, [SplitMode.TENSOR], _F16, [], [True], 2))
-    assert [one["verdict"] for one in report.cells] == verdicts
-    assert [(one["n_seq"], one["kv_unified"]) for one in report.cells[2:]] == [(2, True), (2, False)]
-    right = [one for one in report.cells[1:] if one["verdict"] == "ok"]
-    assert [(one["nmse"], one["state_equal"]) for one in right] == [(0.0, True)] * len(right)
-    assert {one["text_hash"] for one in right} == {report.cells[0]["text_hash"]}
+    _, alone, unified, streams = cells(_BASE, [SplitMode.TENSOR], _F16, [], [True], 2)
+    mixed = "decode:mix:tensor"
+    found = _verify_each(tiny, [("", unified), (mixed, alone), (mixed, unified), (mixed, streams)])
+    assert [(one["n_seq"], one["kv_unified"], one["verdict"]) for one in found] == [
+        (2, True, "ok"),
+        (1, False, "ok"),
+        (2, True, "wrong"),
+        (2, False, "ok"),
+    ]
+    right = [one for one in found if one["verdict"] == "ok"]
+    assert [(one["nmse"], one["state_equal"]) for one in right] == [(0.0, True)] * 3
+    assert len({one["text_hash"] for one in right}) == 1
 
 
 @needs_compiler
@@ -295,16 +317,6 @@ def test_a_hang_ends_at_the_deadline(tiny: Path) -> None:
 
 @needs_compiler
 @pytest.mark.stub
-@pytest.mark.parametrize("faults", ["load:abort:layer", "decode:nan:layer", "init:null:layer"])
-def test_without_a_reference_nothing_is_compared(tiny: Path, faults: str) -> None:
-    """Where layer mode itself is not right, the other cells are not tried."""
-    report = _verify(tiny, faults)
-    assert len(report.cells) == 1
-    assert report.cells[0]["verdict"] != "ok"
-
-
-@needs_compiler
-@pytest.mark.stub
 def test_a_cancel_ends_the_child_and_keeps_what_was_found(tiny: Path) -> None:
     """A cancel while a cell hangs ends it at once; the cells before it stay found."""
     done: list[Any] = []
@@ -321,20 +333,14 @@ def test_a_cancel_ends_the_child_and_keeps_what_was_found(tiny: Path) -> None:
 
 @needs_compiler
 @pytest.mark.stub
-@pytest.mark.parametrize(
-    ("faults", "before", "after"),
-    [("decode:abort:tensor", "ok", "dies"), ("decode:const:tensor", "ok", "wrong"), ("", "dies", "ok")],
-)
-def test_what_was_found_takes_the_place_of_what_was_known(
-    tiny: Path, tmp_path: Path, faults: str, before: str, after: str
-) -> None:
+def test_what_was_found_takes_the_place_of_what_was_known(tiny: Path, tmp_path: Path) -> None:
     """The prober of a session gives the verdict of the last `verify`, without a child of its own."""
     cache = VerdictCache(tmp_path / "probes.json")
     prober = Prober(build(), _env(), cache, device_names=("CPU",))
     placement = _BASE.changed(mode=SplitMode.TENSOR)
     facts = read_facts(tiny)
-    for earlier, wanted in ((("decode:abort:tensor" if before == "dies" else ""), before), (faults, after)):
-        env = _env(STUB_FAULTS=earlier) if earlier else _env()
+    for faults, wanted in (("", "ok"), ("decode:abort:tensor", "dies"), ("", "ok"), ("decode:const:tensor", "wrong")):
+        env = _env(STUB_FAULTS=faults) if faults else _env()
         report = Verifier(env, cache)(_asked(tiny, build(), _TENSOR_ONLY))
         assert report.remembered == 2
         known = prober.known(placement, facts)
@@ -357,11 +363,12 @@ def test_a_shortage_is_not_remembered(tiny: Path, tmp_path: Path) -> None:
 
 @needs_compiler
 @pytest.mark.stub
-@pytest.mark.parametrize("faults", ["load:abort:layer", "decode:nan:layer", "decode:fail:layer"])
-def test_what_goes_wrong_in_the_reference_is_not_remembered(tiny: Path, tmp_path: Path, faults: str) -> None:
-    """What nothing is compared with may be wrong for its file's sake: it is shown, and not kept."""
+@pytest.mark.parametrize("faults", ["load:abort:layer", "init:null:layer", "decode:nan:layer", "decode:fail:layer"])
+def test_without_a_reference_nothing_is_compared_or_remembered(tiny: Path, tmp_path: Path, faults: str) -> None:
+    """Where layer mode itself is not right, maybe for its file's sake, that is shown, not kept, and ends the whole."""
     verifier = Verifier(_env(STUB_FAULTS=faults), VerdictCache(tmp_path / "probes.json"))
     report = verifier(_asked(tiny, build(), _TENSOR_ONLY))
+    assert len(report.cells) == 1
     assert (report.cells[0]["verdict"] != "ok", report.remembered) == (True, 0)
     assert not (tmp_path / "probes.json").exists()
 
