@@ -5,7 +5,9 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from statecodec import AttentionSection, Content, Form, RecurrentSection, StateImage
+import numpy as np
+
+from statecodec import AttentionSection, Content, Form, RecurrentSection, Section, StateImage
 from tests.codec.synthetic import (
     FOUR_UNIFIED,
     LATE,
@@ -238,26 +240,32 @@ CASES: dict[str, Case] = {
 }
 
 
-_ROW_HEADER = 12
 _STRIDE = 13
 
 
-def cuts(image: StateImage) -> list[int]:
+def cuts(image: StateImage, data: bytes) -> list[int]:
     """Where to cut a state: every byte of what is read, and of a layer's rows the ends and every 13th byte.
 
-    Inside the rows nothing but their length changes; no row of the table is a multiple of 13 bytes.
+    Inside the rows nothing but their length changes; 13 bytes have no divisor in common with any row of the table.
     """
-    ends = set(range(image.n_bytes))
+    ends = set(range(len(data)))
     for section in image.sections:
-        layers = []
-        if isinstance(section, AttentionSection):
-            layers = [layer for _, stream in section.filled() for layer in (*stream.keys, *stream.values)]
-        elif isinstance(section, RecurrentSection):
-            layers = [
-                rows for layer in section.layers for rows in (layer.r, layer.history, layer.s) if rows is not None
-            ]
-        for layer in layers:
-            start = layer.offset + _ROW_HEADER
-            inside = range(start + 2, start + len(layer.data) - 1)
-            ends -= set(inside) - set(inside[::_STRIDE])
+        for rows in _layers(section):
+            if rows:
+                start = _address(rows) - _address(data)
+                inside = range(start + 2, start + len(rows) - 1)
+                ends -= set(inside) - set(inside[::_STRIDE])
     return sorted(ends)
+
+
+def _layers(section: Section) -> list[memoryview]:
+    if isinstance(section, AttentionSection):
+        return [layer.data for _, stream in section.filled() for layer in (*stream.keys, *stream.values)]
+    if isinstance(section, RecurrentSection):
+        return [rows.data for layer in section.layers for rows in (layer.r, layer.history, layer.s) if rows is not None]
+    return []
+
+
+def _address(data: bytes | memoryview) -> int:
+    address: int = np.frombuffer(data, dtype=np.uint8).ctypes.data
+    return address

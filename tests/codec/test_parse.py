@@ -77,7 +77,7 @@ def test_the_object_becomes_the_same_bytes(case: Case) -> None:
 @_CASES
 def test_every_truncation_is_an_error_or_keeps_its_bytes(case: Case) -> None:
     """A cut state is refused, unless what is left is a whole smaller state, which is then written back as it is."""
-    refused_or_kept(case.data, cuts(parse(case.data)))
+    refused_or_kept(case.data, cuts(parse(case.data), case.data))
 
 
 @pytest.mark.deep
@@ -107,7 +107,7 @@ def test_every_truncation_is_an_error_when_the_model_is_known(case: Case) -> Non
     assert written(parse(case.data, facts=facts)) == case.data
     # Of a model without a memory no bytes at all are a state too.
     whole = memoryview(case.data)
-    for end in {*cuts(image)[0 if image.sections else 1 :: 3], len(case.data) - 1}:
+    for end in {*cuts(image, case.data)[0 if image.sections else 1 :: 3], len(case.data) - 1}:
         with pytest.raises(StateFormatError):
             parse(whole[:end], facts=facts)
 

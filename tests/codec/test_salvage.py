@@ -24,7 +24,7 @@ from statecodec import (
     transcode,
 )
 from tests.codec.cases import CASES
-from tests.codec.goldens import MANIFEST, golden
+from tests.codec.goldens import MANIFEST, golden, image_of
 from tests.codec.model import facts_of
 from tests.codec.synthetic import (
     FOUR_UNIFIED,
@@ -92,15 +92,33 @@ def _keys(held: object) -> Iterator[tuple[int, int, int, int]]:
         yield (min(ids, default=0), pos, *record)
 
 
-@pytest.mark.parametrize("kind", [name for name in MANIFEST if len(golden(name)) < 1 << 16])
-def test_a_real_state_at_every_truncation(kind: str) -> None:
+_SHORT = pytest.mark.parametrize("kind", [name for name in MANIFEST if len(golden(name)) < 1 << 16])
+
+
+@_SHORT
+def test_a_real_state_at_many_truncations(kind: str) -> None:
     """What is kept has the rows that it had, of every layer; each sequence has all that stands before its end."""
-    data = golden(kind)
-    image = parse(data)
+    size = len(golden(kind))
+    # Near the end, where something is kept, in and at the ends of values, blocks and rows.
+    near = {max(0, size - short) for short in (1, 2, 3, 4, 7, 12, 16, 20)}
+    check_cuts(kind, near | set(range(0, size, max(1, size // 19))))
+
+
+@pytest.mark.deep
+@_SHORT
+def test_a_real_state_at_more_truncations(kind: str) -> None:
+    """The same at twice as many places, and at each of the last bytes."""
+    size = len(golden(kind))
+    check_cuts(kind, {*range(0, size, max(1, size // 40)), *range(max(0, size - 20), size)})
+
+
+def check_cuts(kind: str, lengths: set[int]) -> None:
+    data = memoryview(golden(kind))
+    image = image_of(kind)
     facts = facts_of(image)
     is_attention = all(isinstance(section, AttentionSection) for section in image.sections)
     whole = rows_of(image) if is_attention else {}
-    for n_bytes in {*range(0, len(data), max(1, len(data) // 40)), *range(max(0, len(data) - 20), len(data))}:
+    for n_bytes in sorted(lengths):
         found = salvage(data[:n_bytes], facts=facts)
         if found.image is None:
             assert found.reason
@@ -124,7 +142,7 @@ def test_a_real_state_at_every_truncation(kind: str) -> None:
 def test_bytes_behind_a_real_state_are_dropped(kind: str) -> None:
     """With what the model's file says, what stands behind the end is known for what it is."""
     data = golden(kind)
-    found = salvage(data + b"behind it", facts=facts_of(parse(data)))
+    found = salvage(data + b"behind it", facts=facts_of(image_of(kind)))
     assert found.image is not None, found.reason
     assert written(found.image) == data
     assert isinstance(found.damage, TrailingBytes)
