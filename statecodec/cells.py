@@ -109,34 +109,35 @@ def _read_run(
 def _alike(cursor: Cursor, dtype: np.dtype[Any], window: int, n_seq_id: int) -> int:
     """How many of the next `window` records have that count; one that the bytes cut off is left to the next run."""
     seen = cursor.peek_records(dtype, window)
-    differs = np.flatnonzero(seen["n_seq_id"] != n_seq_id)
-    return int(differs[0]) if len(differs) else len(seen)
+    differs = seen["n_seq_id"] != n_seq_id
+    return int(differs.argmax()) if differs.any() else len(seen)
 
 
 def _check_run(run: npt.NDArray[Any], start: int, n_seq: int, where: str) -> None:
     """Refuse positions, sequence ids and tokens that no library writes."""
     size = run.dtype.itemsize
-    negative = np.flatnonzero(run["pos"] < 0)
-    if len(negative):
-        index = int(negative[0])
+    negative = run["pos"] < 0
+    if negative.any():
+        index = int(negative.argmax())
         raise BadField(start + index * size, f"{where} cell pos", int(run["pos"][index]), "0 or more")
     names = run.dtype.names or ()
     if "ext" in names:
         # Places in an image count from 0; the token is the null token (-1) where an image stands.
         for number, (word, least) in enumerate(zip(run.dtype["ext"].names or (), (0, 0, -1), strict=False)):
-            bad = np.flatnonzero(run["ext"][word] < least)
-            if len(bad):
-                index = int(bad[0])
+            bad = run["ext"][word] < least
+            if bad.any():
+                index = int(bad.argmax())
                 at = start + index * size + _HEADER_BYTES + 4 * number
                 raise BadField(at, f"{where} cell {word}", int(run["ext"][word][index]), f"{least} or more")
     if "seq_id" not in names:
         return
     ids = run["seq_id"]
     # The library walks its sequences upwards, so ids of a cell ascend; that also rules out repetition.
-    sound = (ids[:, 0] >= 0) & (ids[:, -1] < n_seq) & np.all(ids[:, 1:] > ids[:, :-1], axis=1)
-    wrong = np.flatnonzero(~sound)
-    if len(wrong):
-        index = int(wrong[0])
+    wrong = (ids[:, 0] < 0) | (ids[:, -1] >= n_seq)
+    if ids.shape[1] > 1:
+        wrong |= (ids[:, 1:] <= ids[:, :-1]).any(axis=1)
+    if wrong.any():
+        index = int(wrong.argmax())
         at = start + (index + 1) * size - ids.shape[1] * 4
         raise BadField(at, f"{where} cell seq_id", ids[index].tolist(), f"ascending ids from 0 to {n_seq - 1}")
 

@@ -79,7 +79,8 @@ class Cursor:
         Raises:
             Truncated: fewer bytes are left.
         """
-        if n_bytes > self.remaining:
+        # Called for every field of every reading: not by way of `remaining`.
+        if n_bytes > len(self._data) - self.offset:
             raise Truncated(self.offset, field, f"{self.remaining} bytes left", f"{n_bytes} bytes")
 
     def u32(self, field: str) -> int:
