@@ -172,7 +172,7 @@ from llama_native import Library
 from splitctl import Placement, SamplerSpec, Session, SplitMode
 model, prompt, n = sys.argv[1], Path(sys.argv[2]).read_text(), int(sys.argv[3])
 library = Library.open(env=os.environ)
-sizes = {"n_ctx": 2560, "n_batch": 128, "n_ubatch": 128, "n_threads": 1, "n_threads_batch": 1}
+sizes = {"n_ctx": 512, "n_batch": 128, "n_ubatch": 128, "n_threads": 1, "n_threads_batch": 1}
 layer = Placement(mode=SplitMode.LAYER, devices=("CPU", "CPU"), **sizes)
 with tempfile.TemporaryDirectory() as folder:
     carry = Path(folder) / "carry"
@@ -191,11 +191,11 @@ print(json.dumps({"tokens": [t.id for t in tokens], "text": text}))
 @pytest.mark.slow
 def test_the_answer_is_that_of_a_fresh_tensor_session_given_the_same_state(smollm2: Path, tmp_path: Path) -> None:
     """A prompt of several batches read in layer mode, and 24 tokens in tensor: as a fresh session given the state."""
-    words = [f"Item {n}: the river bends {n % 7} times before mile {n * 3}." for n in range(20)]
+    words = [f"Item {n}: the river bends {n % 7} times before mile {n * 3}." for n in range(17)]
     prompt = tmp_path / "prompt.txt"
     prompt.write_text(" ".join(words), encoding="utf-8")
     done = _splitctl(
-        "run", "-m", smollm2, *_TWO, "-b", "128", "-ub", "128",
+        "run", "-m", smollm2, *_TWO, "-c", "512", "-b", "128", "-ub", "128",
         "-psm", "layer", "-sm", "tensor", "-f", prompt, "-n", "24", "--json",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
