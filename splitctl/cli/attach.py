@@ -119,8 +119,9 @@ def _prompts(talk: Talk, screen: Screen) -> ExitCode:
 def _lines(screen: Screen, *, is_terminal: bool) -> Iterator[str]:
     while True:
         try:
-            if is_terminal:
-                screen.question("> ")
+            if is_terminal and _is_interrupted(screen):
+                screen.line("")
+                return
             line = sys.stdin.readline()
             # In some locales bytes that are no text come through.
             line.encode()
@@ -134,6 +135,13 @@ def _lines(screen: Screen, *, is_terminal: bool) -> Iterator[str]:
             return
         if line.strip():
             yield line.rstrip("\n")
+
+
+def _is_interrupted(screen: Screen) -> bool:
+    """Show the mark and wait for a line: a read that an interrupt comes just before is not ended by it."""
+    with CtrlC() as ctrl_c:
+        screen.question("> ")
+        return ctrl_c.fileno() in wait([sys.stdin.fileno(), ctrl_c.fileno()])
 
 
 def _answer(talk: Talk, prompt: str, screen: Screen) -> dict[str, Any]:
