@@ -18,6 +18,7 @@ from tests.ctl.web import web
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 KEY = "a-key-of-this-test"
+_ROOT = Path(__file__).parents[3]
 
 Run = Callable[[str], dict[str, Any]]
 
@@ -34,7 +35,7 @@ def run(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
             offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false", "HOME": str(folder)}
             done = subprocess.run(
                 [sys.executable, "-m", "tests.ctl.http.client_programs", client, f"{server.url}/v1", KEY],
-                env={**kept, **offline, "LLM_USER_PATH": str(folder)},
+                env={**kept, **offline, "LLM_USER_PATH": str(folder), "PYTHONPATH": str(_ROOT)},
                 capture_output=True,
                 text=True,
                 timeout=GUARD_S,
