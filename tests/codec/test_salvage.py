@@ -101,7 +101,7 @@ def test_a_real_state_at_many_truncations(kind: str) -> None:
     size = len(golden(kind))
     # Near the end, where something is kept, in and at the ends of values, blocks and rows.
     near = {max(0, size - short) for short in (1, 2, 3, 4, 7, 12, 16, 20)}
-    check_cuts(kind, near | set(range(0, size, max(1, size // 19))))
+    check_cuts(kind, near | set(range(0, size, max(1, size // 41))))
 
 
 @pytest.mark.deep
