@@ -8,7 +8,6 @@ LLAMA_NATIVE_LIB is an order and not a hint: when it is set, nothing else is tak
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -164,9 +163,11 @@ def _installed(package: _Package) -> Iterator[_Place]:
     if not locations:
         yield _Place(absent, origin, "not installed")
         return
+    from importlib import metadata  # noqa: PLC0415 - slow, and needed only where no library is named
+
     try:
-        version = f"{package.distribution} {importlib.metadata.version(package.distribution)}"
-    except importlib.metadata.PackageNotFoundError:
+        version = f"{package.distribution} {metadata.version(package.distribution)}"
+    except metadata.PackageNotFoundError:
         version = ""
     found = [path for location in locations for path in _libraries_in(Path(location) / package.folder)]
     for path in found:

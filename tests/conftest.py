@@ -26,7 +26,7 @@ collect_ignore = [] if "SPLITCTL_TEST_LIBRARY" in os.environ else ["real"]
 # A busy machine makes examples slowly: that is no fault of a test, and failed sound ones now and then.
 _PATIENT = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.register_profile("dev", _PATIENT, max_examples=50)
-hypothesis.settings.register_profile("ci", _PATIENT, max_examples=100, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("ci", _PATIENT, max_examples=50, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("deep", _PATIENT, max_examples=5000)
 hypothesis.settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") == "true" else "dev")

@@ -80,7 +80,7 @@ def stub_setup(folder: Path) -> Setup:
 def real_setup(folder: Path, library: Path, model: Path) -> Setup:
     """Give the setup of a real library."""
     prompts = tuple(tuple(tokens) for tokens in greedy_gaps.tokenize(library, model, _REAL_PROMPTS))
-    return Setup(library, model, ("CPU", "CPU"), prompts, 40, 1024, folder, REAL_DEADLINE_S, is_exact=False)
+    return Setup(library, model, ("CPU", "CPU"), prompts, 16, 1024, folder, REAL_DEADLINE_S, is_exact=False)
 
 
 async def play_all(setup: Setup, table: Sequence[Cell], *, jobs: int, quiet: bool) -> Tally:

@@ -18,9 +18,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from splitctl.errors import SplitctlError
 from splitctl.model.chat_caps import Caps, caps_of, fitted, lost
-from splitctl.model.chat_messages import Message
+from splitctl.model.chat_messages import ChatTemplateFailed, Message
 
 #: Longer than any real template by two orders of magnitude [characters].
 MAX_TEMPLATE_CHARS = 1_000_000
@@ -30,25 +29,6 @@ MAX_RENDERED_CHARS = 64_000_000
 
 #: Stands after the message that is gone on with; what a template writes after it is left out.
 _HERE = "splitctlGoesOnHere"
-
-
-class ChatTemplateFailed(SplitctlError):
-    """A model's chat template is missing, broken, or refuses the messages."""
-
-    def __init__(self, why: str) -> None:
-        """Build from the fault.
-
-        Args:
-            why: what is wrong, in the template's own words where it has some.
-        """
-        # A template can write half a character, which no message can hold.
-        self.why = why.encode("utf-8", "replace").decode("utf-8")
-        super().__init__(self.why)
-
-    def __str__(self) -> str:
-        """Name the fault and what to do."""
-        way_out = "give the prompt as raw text: without --chat, to /v1/completions"
-        return f"the model's chat template cannot be used: {self.why}; {way_out}"
 
 
 def render(
@@ -209,12 +189,6 @@ class _GenerationBlock(jinja2.ext.Extension):
         """Take the block's body as it is."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def messages_from(prompt: str, *, system: str | None = None) -> tuple[Message, ...]:
-    """Make a chat of one question, after a system message where there is one."""
-    asked = {"role": "user", "content": prompt}
-    return (asked,) if system is None else ({"role": "system", "content": system}, asked)
 
 
 def without_bos(text: str, bos_token: str) -> tuple[str, bool]:

@@ -6,13 +6,38 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from splitctl.errors import ConfigInvalid
+from splitctl.errors import ConfigInvalid, SplitctlError
 
 Message = Mapping[str, Any]
 
 #: Lists and objects within each other. Deeper ones could be read, and not be written from deeper in the stack.
 _MAX_DEPTH = 64
 _SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class ChatTemplateFailed(SplitctlError):
+    """A model's chat template is missing, broken, or refuses the messages."""
+
+    def __init__(self, why: str) -> None:
+        """Build from the fault.
+
+        Args:
+            why: what is wrong, in the template's own words where it has some.
+        """
+        # A template can write half a character, which no message can hold.
+        self.why = why.encode("utf-8", "replace").decode("utf-8")
+        super().__init__(self.why)
+
+    def __str__(self) -> str:
+        """Name the fault and what to do."""
+        way_out = "give the prompt as raw text: without --chat, to /v1/completions"
+        return f"the model's chat template cannot be used: {self.why}; {way_out}"
+
+
+def messages_from(prompt: str, *, system: str | None = None) -> tuple[Message, ...]:
+    """Make a chat of one question, after a system message where there is one."""
+    asked = {"role": "user", "content": prompt}
+    return (asked,) if system is None else ({"role": "system", "content": system}, asked)
 
 
 def refuse_unsound(name: str, value: Any) -> None:

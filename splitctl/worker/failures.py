@@ -10,7 +10,7 @@ from llama_native import CallFailed, LibraryNotFound, LoadCancelled, NativeError
 from splitctl.errors import Parked, Refused, SplitctlError
 from splitctl.ipc.jobs import Failure, Fault, fault_of
 from splitctl.last_words import is_shortage, telling_line
-from splitctl.model.chat import ChatTemplateFailed
+from splitctl.model.chat_messages import ChatTemplateFailed
 from splitctl.probing.computing import ProbeCancelled
 
 #: Errors that only a worker knows, first match first; `fault_of` knows the others.

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from splitctl.errors import ConfigInvalid
-from splitctl.model import chat
 from splitctl.model.chat_messages import Message, refuse_unreadable
 from splitctl.session import Session
 
@@ -36,6 +35,8 @@ def chat_text(
         ConfigInvalid: the model has no tokenizer, or these are no messages.
         ChatTemplateFailed: no template, a broken one, or one that refuses these messages.
     """
+    from splitctl.model import chat  # noqa: PLC0415 - jinja2, which most workers never need
+
     refuse_unreadable(messages)
     _refuse_without_tokenizer(session)
     model = session.model

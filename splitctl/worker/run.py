@@ -16,7 +16,7 @@ from splitctl.errors import Cancelled, ConfigInvalid, ContextFull, Parked, Refus
 from splitctl.ipc.jobs import Failure, JobEvent, Partial, Piece, Progress, Result, RunRequest
 from splitctl.ipc.probes import Prober
 from splitctl.ipc.reserving import Reserver
-from splitctl.model import chat
+from splitctl.model.chat_messages import messages_from
 from splitctl.model.facts import ModelFacts
 from splitctl.outcome import Stage, SwitchOutcome, SwitchStatus
 from splitctl.placement import Placement, SplitMode
@@ -274,7 +274,7 @@ def _prompt_tokens(session: Session, request: RunRequest) -> list[int]:
     add_special = not session.tokens()
     if not request.chat:
         return text_tokens(session, request.prompt, add_special=add_special, parse_special=False)
-    text = chat_text(session, chat.messages_from(request.prompt))
+    text = chat_text(session, messages_from(request.prompt))
     return text_tokens(session, text, add_special=add_special, parse_special=True)
 
 

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from splitctl.model.chat import MAX_TEMPLATE_CHARS, ChatTemplateFailed, messages_from, render, without_bos
+from splitctl.model.chat import MAX_TEMPLATE_CHARS, render, without_bos
+from splitctl.model.chat_messages import ChatTemplateFailed, messages_from
 
 # ChatML as SmolLM2's file has it.
 _CHATML = (

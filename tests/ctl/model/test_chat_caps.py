@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from splitctl.model.chat import ChatTemplateFailed, render
+from splitctl.model.chat import render
 from splitctl.model.chat_caps import Caps, lost
+from splitctl.model.chat_messages import ChatTemplateFailed
 
 # Passes every message through, as ChatML does.
 ANY = "{% for m in messages %}[{{ m.role + ':' + m.content }}]{% endfor %}{% if add_generation_prompt %}[{% endif %}"
