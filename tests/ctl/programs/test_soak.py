@@ -79,8 +79,8 @@ def test_texts_that_show_nothing_are_a_fault() -> None:
 @pytest.mark.model
 @pytest.mark.slow
 def test_a_session_is_switched_under_streams(smollm2: Path) -> None:
-    """Twelve switches under four streams: nothing grows, no token is lost, and every text is right."""
-    size = ("--switches", "12", "--tokens", "24")
+    """Twelve switches under two streams: nothing grows, no token is lost, and every text is right."""
+    size = ("--switches", "12", "--streams", "2", "--tokens", "24")
     done = run_tool("soak", "--json", *size, "--lib", library_of(NEWEST), "--model", smollm2)
     print(done.stderr)
     result: dict[str, Any] = json.loads(done.stdout)
