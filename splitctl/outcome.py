@@ -39,6 +39,19 @@ class SwitchOptions:
     force: bool = False
 
 
+class WeightsTier(Enum):
+    """Where a switch takes the weights from."""
+
+    AUTO = "auto"
+    """Whichever pays: never the tier of an outcome."""
+    FILE = "file"
+    """The library loads the file again."""
+    PINNED = "pinned"
+    """A copy in host memory that the devices read without a detour."""
+    RESIDENT = "resident"
+    """Both placements stay on the devices; a switch moves the state alone."""
+
+
 class Stage(Enum):
     """Where a session is; in the first two of a switch, CHECKING and QUIESCING, it still serves."""
 
@@ -88,10 +101,11 @@ class SwitchStatus(Enum):
 
 
 class Via(Enum):
-    """Who did the work: our sequence of library calls, or the library's own call."""
+    """Who did the work: our sequence of library calls, the library's own call, or a second worker beside the first."""
 
     COMPOSED = "composed"
     NATIVE = "native"
+    BESIDE = "beside"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +165,11 @@ class SwitchOutcome:
         conversions: what was converted in the carry, one phrase each.
         via: who did the work.
         peak_device_bytes: one entry a device.
+        pause_ms: how long no token could be generated, ms; None when nothing stood still.
+        weights: where the weights came from; None when nothing was placed.
+        weights_reason: why it was not the tier that was asked for; empty where it was.
+        carry_pinned: whether the state went through pinned memory; None without a state, or a device that gains by it.
+        carry_pinned_reason: why it did not.
 
     Raises:
         ValueError: the fields contradict each other.
@@ -174,6 +193,11 @@ class SwitchOutcome:
     conversions: tuple[str, ...] = ()
     via: Via = Via.COMPOSED
     peak_device_bytes: tuple[DevicePeak, ...] = ()
+    pause_ms: float | None = None
+    weights: WeightsTier | None = None
+    weights_reason: str = ""
+    carry_pinned: bool | None = None
+    carry_pinned_reason: str = ""
 
     def __post_init__(self) -> None:
         parked = self.status is SwitchStatus.PARKED
@@ -225,7 +249,24 @@ class SwitchOutcome:
             "conversions": list(self.conversions),
             "via": self.via.value,
             "peak_device_bytes": [one.to_json() for one in self.peak_device_bytes],
+            "pause_ms": self.pause_ms,
+            "weights": to_plain(self.weights),
+            "weights_reason": self.weights_reason,
+            "carry_pinned": self.carry_pinned,
+            "carry_pinned_reason": self.carry_pinned_reason,
+            "stages_gb_s": self._rates(),
         }
+
+    def _rates(self) -> dict[str, Json]:
+        """Say how fast each stage moved what it moves, GB/s (1e9 bytes); None where it moved nothing."""
+        moved: dict[str, int | None] = dict.fromkeys(("saving", "sealing", "restoring", "proving"), self.state_bytes)
+        moved["placing"] = self.weight_bytes if self.weights is not WeightsTier.RESIDENT else None
+        rates: dict[str, Json] = {}
+        for one in fields(StageTimes):
+            ms, n_bytes = getattr(self.stages_ms, one.name), moved.get(one.name)
+            if one.name in moved:
+                rates[one.name] = n_bytes / ms / 1e6 if ms and n_bytes else None
+        return rates
 
 
 def to_plain(value: object) -> Json:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from splitctl.engine.engine import resolve_threads
 from splitctl.errors import Cancelled, DeadlineExceeded, Parked, Reason
-from splitctl.outcome import Stage, StageTimes, SwitchOutcome, SwitchStatus, Via
+from splitctl.outcome import Stage, StageTimes, SwitchOutcome, SwitchStatus, Via, WeightsTier
 from splitctl.placement import FlashAttn, Placement
 from splitctl.switching import machine
 from splitctl.switching.effects import MEETS
@@ -209,6 +209,7 @@ class Switcher:
         model = self.effects.live.engine.model
         went_well = state.status in {SwitchStatus.SWITCHED, SwitchStatus.UNCHANGED}
         touched = Stage.SAVING.value in ms
+        before = ms.get(Stage.CHECKING.value, 0.0) + ms.get(Stage.QUIESCING.value, 0.0)
         state_bytes, n_sequences, n_tokens = self._counts if touched else (None, 0, 0)
         requested = state.requested
         if state.status is None or requested is None:
@@ -231,4 +232,6 @@ class Switcher:
             conversions=self.effects.transfer.conversions if state.status is SwitchStatus.SWITCHED else (),
             via=state.via,
             peak_device_bytes=self.effects.peaks if state.status is SwitchStatus.SWITCHED else (),
+            pause_ms=total_ms - before if touched else None,
+            weights=WeightsTier.FILE if Stage.PLACING.value in ms else None,
         )
