@@ -35,6 +35,7 @@ from splitctl import placement as placing
 from splitctl.errors import AdapterInvalid, BadModelFile, ConfigInvalid, Parked
 from splitctl.model.header import read_header
 from splitctl.model.identity import FileIdentity
+from splitctl.outcome import WeightsTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -131,6 +132,7 @@ class Engine:
         embeddings: bool = False,
         is_cancelled: Callable[[], bool] = lambda: False,
         on_tick: Callable[[], None] | None = None,
+        weights: WeightsTier = WeightsTier.FILE,
     ) -> None:
         """Hold what every placement of this session has in common; ``files`` are those of the model and the adapters.
 
@@ -144,6 +146,7 @@ class Engine:
         self.embeddings = embeddings
         self.is_cancelled = is_cancelled
         self.on_tick = on_tick
+        self.weights = weights
         self.model: Model | None = None
         self.context: Context | None = None
         self._live_adapters: list[Adapter] = []

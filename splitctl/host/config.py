@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from splitctl.ipc.orders import AdapterFile
+from splitctl.outcome import WeightsTier
 from splitctl.placement import Placement
 
 
@@ -36,6 +37,7 @@ class HostConfig:
         deadline_s: longest silence of a worker that has work, seconds; None: any.
         checkpoint_s: how often the session is saved while it changes, seconds; None: never.
         resume: a saved session to begin with; None: empty.
+        weights: where switches take the weights from.
         state_folder: where sessions are saved and parked, as NAME.safetensors and NAME.parked.safetensors.
     """
 
@@ -49,6 +51,7 @@ class HostConfig:
     deadline_s: float | None = 60.0
     checkpoint_s: float | None = None
     resume: Path | None = None
+    weights: WeightsTier = WeightsTier.FILE
     state_folder: Path
 
     @property

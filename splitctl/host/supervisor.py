@@ -116,7 +116,8 @@ class Supervisor:
         config = self._config
         try:
             await self._saving.warn()
-            await self._open(orders.Open(config.placement, config.adapters, force=config.force))
+            order = orders.Open(config.placement, config.adapters, force=config.force, weights=config.weights)
+            await self._open(order)
             self._go_on()
             await self._files.know_owner(self._model)
             if config.resume is not None:
@@ -387,7 +388,9 @@ class Supervisor:
 
     def _reopening(self, placement: Placement, **held: Any) -> orders.Open:
         """Give the order that opens the session again, from the same files."""
-        return orders.Open(placement, self._config.adapters, force=True, files=self._opened_from, **held)
+        one = self._config
+        files, weights = self._opened_from, one.weights
+        return orders.Open(placement, one.adapters, force=True, files=files, weights=weights, **held)
 
     def _take_opened(self, opened: orders.Opened) -> None:
         self._model, self._opened_from = opened.model, opened.files

@@ -31,7 +31,7 @@ from splitctl.errors import (
     SplitctlError,
 )
 from splitctl.ipc.wire import kinds_of
-from splitctl.outcome import SwitchOptions
+from splitctl.outcome import SwitchOptions, WeightsTier
 from splitctl.placement import Placement, SplitMode
 
 #: A longer line is no message of ours [bytes].
@@ -124,6 +124,7 @@ class RunRequest:
         options: how the session switches; `force` is for its opening too.
         restore: a carry, or a session or slot file of the library, that the session begins with; None: empty.
         save: where the session is saved at the end; None: nowhere.
+        weights: where the switch takes the weights from.
     """
 
     model: Path
@@ -141,6 +142,7 @@ class RunRequest:
     prompt_batch: int | None = None
     prompt_ubatch: int | None = None
     sampler_named: tuple[str, ...] = ()
+    weights: WeightsTier = WeightsTier.FILE
 
 
 @dataclass(frozen=True, slots=True)

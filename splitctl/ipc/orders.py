@@ -24,7 +24,7 @@ from splitctl.carry.seal import Seal
 from splitctl.ipc.jobs import Fault, JobEvent
 from splitctl.ipc.wire import kinds_of
 from splitctl.model.identity import FileIdentity
-from splitctl.outcome import SwitchOptions
+from splitctl.outcome import SwitchOptions, WeightsTier
 from splitctl.placement import Placement
 
 
@@ -69,6 +69,7 @@ class Open:
         seal: a sealed carry to begin with; None: read the tokens of `sequences` again.
         sequences: what each sequence must hold in the end; sequences of the seal that are not in it are forgotten.
         files: what the session was opened from before: anything else is refused; none: whatever lies there.
+        weights: where switches take the weights from.
     """
 
     placement: Placement
@@ -77,6 +78,7 @@ class Open:
     seal: Seal | None = None
     sequences: tuple[SequenceSnapshot, ...] = ()
     files: tuple[FileIdentity, ...] = ()
+    weights: WeightsTier = WeightsTier.FILE
 
 
 @dataclass(frozen=True, slots=True)

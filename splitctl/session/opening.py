@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from splitctl.carry.arena import Arenas
+    from splitctl.outcome import WeightsTier
     from splitctl.placement import Placement
     from splitctl.switching.checking import Prober
 
@@ -56,6 +57,7 @@ def open_parts(
     arenas: Arenas | None,
     on_tick: Callable[[], None] | None,
     files: Sequence[FileIdentity],
+    weights: WeightsTier,
 ) -> tuple[LiveSession, Checker, Storage]:
     """Load a model and open a context; arguments and errors are those of `Session.open`."""
     # It is loaded again after the program may have gone to another folder.
@@ -83,6 +85,7 @@ def open_parts(
         embeddings=embeddings or facts.is_encoder_only,
         is_cancelled=flag.is_set,
         on_tick=on_tick,
+        weights=weights,
     )
     try:
         engine.place(wanted, progress)

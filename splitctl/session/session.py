@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from llama_native import HandleClosed, Library
 from splitctl.errors import ConfigInvalid, Reason
 from splitctl.ipc.stop_texts import StopTexts
-from splitctl.outcome import Proof, Stage, SwitchOptions, SwitchOutcome
+from splitctl.outcome import Proof, Stage, SwitchOptions, SwitchOutcome, WeightsTier
 from splitctl.placement import Placement, whole
 from splitctl.session import arguments
 from splitctl.session.decoder import Decoder
@@ -81,6 +81,7 @@ class Session:
         arenas: Arenas | None = None,
         on_tick: Callable[[], None] | None = None,
         files: Sequence[FileIdentity] = (),
+        weights: WeightsTier = WeightsTier.FILE,
     ) -> Self:
         """Load a model and open a context.
 
@@ -98,6 +99,7 @@ class Session:
             arenas: memory for saved states that outlives the process; None: memory of its own.
             on_tick: called while the library works, as often as it calls back: a sign that it does not hang.
             files: what another session of this model and these adapters was opened from; none: whatever lies there.
+            weights: where switches take the weights from.
 
         Raises:
             FileChanged: a file is not what ``files`` say, or was written to meanwhile.
@@ -120,6 +122,7 @@ class Session:
             arenas=arenas,
             on_tick=on_tick,
             files=files,
+            weights=weights,
         )
         return cls(*parts)
 
@@ -197,11 +200,7 @@ class Session:
             return self._live.model.tokenize(text, add_special=add_special, parse_special=parse_special)
 
     def prefill(
-        self,
-        tokens: Sequence[int],
-        seq_id: int = 0,
-        *,
-        progress: Callable[[int, int], None] | None = None,
+        self, tokens: Sequence[int], seq_id: int = 0, *, progress: Callable[[int, int], None] | None = None
     ) -> None:
         """Read tokens into a sequence, after what it holds.
 

@@ -212,6 +212,7 @@ def _work(
         cancel=cancel,
         progress=lambda done: steps("loading", done),
         force=request.options.force,
+        weights=request.weights,
     ) as session:
         state.load_ms = _ms_since(started)
         state.placement = session.placement

@@ -129,6 +129,7 @@ def _opened(
         arenas=Arenas(*map(Arena, request.arena_fds)),
         on_tick=report.tick,
         files=order.files,
+        weights=order.weights,
     ) as session:
         load_ms = (perf_counter() - started) * 1e3
         session.notify_seals(lambda seal: report(orders.Sealed(seal)), lambda arena: report(orders.Unsealed(arena)))
