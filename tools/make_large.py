@@ -1,6 +1,6 @@
-"""Make llama models of real sizes with random weights, as fast as the disk takes them.
+"""Make models of real sizes with random weights, as fast as the disk takes them.
 
-    python -m tools.make_large [--out DIR] [--json] [NAME...]      NAME: 27b, 8b, 3b-f16, tiny; without any: 8b
+    python -m tools.make_large [--out DIR] [--json] [NAME...]      NAME: 27b, 8b, moe, 3b-f16, tiny...; without any: 8b
 
 Blocks are drawn once and laid side by side, each tensor beginning at another one: nothing is zero, and no two layers
 are alike. The vocabulary is made up: bytes, and words that only a tokenizer would meet.
@@ -51,6 +51,9 @@ class Shape:
         n_ff: width of the feed-forward part.
         n_vocab: tokens.
         is_half: weights are half floats, else blocks of q8_0.
+        n_expert: experts of a layer, each `n_ff` wide; 0: the feed-forward part is dense.
+        n_used: experts that work on a token.
+        n_head_dim: width of a head; 0: that of a row divided by the heads.
     """
 
     n_layer: int
@@ -60,21 +63,46 @@ class Shape:
     n_ff: int
     n_vocab: int
     is_half: bool = False
+    n_expert: int = 0
+    n_used: int = 0
+    n_head_dim: int = 0
+
+    @property
+    def architecture(self) -> str:
+        """What the library calls a model of this shape."""
+        return "qwen3moe" if self.n_expert else "llama"
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.n_head_dim or self.n_embd // self.n_head
 
     def slots(self) -> list[TensorSlot]:
         """Every tensor of the model."""
-        n_kv = self.n_embd * self.n_head_kv // self.n_head
-        layer = {
+        n_query, n_kv = self.n_head * self.head_dim, self.n_head_kv * self.head_dim
+        layer: dict[str, tuple[int, ...]] = {
             "attn_norm.weight": (self.n_embd,),
-            "attn_q.weight": (self.n_embd, self.n_embd),
+            "attn_q.weight": (self.n_embd, n_query),
             "attn_k.weight": (self.n_embd, n_kv),
             "attn_v.weight": (self.n_embd, n_kv),
-            "attn_output.weight": (self.n_embd, self.n_embd),
+            "attn_output.weight": (n_query, self.n_embd),
             "ffn_norm.weight": (self.n_embd,),
-            "ffn_gate.weight": (self.n_embd, self.n_ff),
-            "ffn_up.weight": (self.n_embd, self.n_ff),
-            "ffn_down.weight": (self.n_ff, self.n_embd),
         }
+        if self.n_expert:
+            layer |= {
+                "attn_q_norm.weight": (self.head_dim,),
+                "attn_k_norm.weight": (self.head_dim,),
+                "ffn_gate_inp.weight": (self.n_embd, self.n_expert),
+                "ffn_gate_exps.weight": (self.n_embd, self.n_ff, self.n_expert),
+                "ffn_up_exps.weight": (self.n_embd, self.n_ff, self.n_expert),
+                "ffn_down_exps.weight": (self.n_ff, self.n_embd, self.n_expert),
+            }
+        else:
+            layer |= {
+                "ffn_gate.weight": (self.n_embd, self.n_ff),
+                "ffn_up.weight": (self.n_embd, self.n_ff),
+                "ffn_down.weight": (self.n_ff, self.n_embd),
+            }
         named: dict[str, tuple[int, ...]] = {
             "token_embd.weight": (self.n_embd, self.n_vocab),
             "output_norm.weight": (self.n_embd,),
@@ -85,12 +113,15 @@ class Shape:
         return [_slot(name, dims, is_half=self.is_half) for name, dims in named.items()]
 
 
-#: The 8B is that of Llama 3; the 27B has the width and heads of models of its size.
+#: The 8B is that of Llama 3; the 27B has the width and heads of models of its size. The mixture of experts has layers
+#: of Qwen3-30B-A3B with half as many experts, and 32 of its 48 layers: 11.6 GB.
 SHAPES: Mapping[str, Shape] = {
     "tiny": Shape(4, 512, 8, 4, 1408, 2048),
     "3b-f16": Shape(28, 3072, 24, 8, 8192, 128256, is_half=True),
     "8b": Shape(32, 4096, 32, 8, 14336, 128256),
     "27b": Shape(64, 5120, 40, 8, 21504, 152064),
+    "moe": Shape(32, 2048, 32, 4, 768, 151936, n_expert=64, n_used=8, n_head_dim=128),
+    "tiny-moe": Shape(4, 256, 8, 4, 128, 2048, n_expert=8, n_used=2, n_head_dim=64),
 }
 
 
@@ -125,9 +156,9 @@ def make_large(folder: Path, name: str) -> Path:
 
 
 def _slot(name: str, dims: tuple[int, ...], *, is_half: bool) -> TensorSlot:
-    """Size a tensor: a norm in floats, a matrix in halves or blocks."""
+    """Size a tensor: norms and the choice of experts in floats, as converters do, the rest in halves or blocks."""
     n_values = int(np.prod(dims))
-    if len(dims) == 1:
+    if len(dims) == 1 or "ffn_gate_inp" in name:
         return TensorSlot(name, dims, _F32, 4 * n_values)
     if is_half:
         return TensorSlot(name, dims, _F16, 2 * n_values)
@@ -139,18 +170,27 @@ def _metadata(name: str, shape: Shape) -> tuple[MetaValue, ...]:
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     words += [f"\u2581w{index}" for index in range(shape.n_vocab - len(words))]
     kinds = [_UNKNOWN, _CONTROL, _CONTROL, *[_BYTE] * 256, *[_WORD] * (shape.n_vocab - _N_BYTES_TOKENS)]
+    arch = shape.architecture
+    experts = (
+        MetaValue(f"{arch}.attention.key_length", MetaKind.U32, shape.head_dim),
+        MetaValue(f"{arch}.attention.value_length", MetaKind.U32, shape.head_dim),
+        MetaValue(f"{arch}.expert_count", MetaKind.U32, shape.n_expert),
+        MetaValue(f"{arch}.expert_used_count", MetaKind.U32, shape.n_used),
+        MetaValue(f"{arch}.expert_feed_forward_length", MetaKind.U32, shape.n_ff),
+    )
     return (
-        MetaValue("general.architecture", MetaKind.STR, "llama"),
+        MetaValue("general.architecture", MetaKind.STR, arch),
         MetaValue("general.name", MetaKind.STR, f"large-{name}"),
-        MetaValue("llama.vocab_size", MetaKind.U32, shape.n_vocab),
-        MetaValue("llama.context_length", MetaKind.U32, 131072),
-        MetaValue("llama.embedding_length", MetaKind.U32, shape.n_embd),
-        MetaValue("llama.block_count", MetaKind.U32, shape.n_layer),
-        MetaValue("llama.feed_forward_length", MetaKind.U32, shape.n_ff),
-        MetaValue("llama.attention.head_count", MetaKind.U32, shape.n_head),
-        MetaValue("llama.attention.head_count_kv", MetaKind.U32, shape.n_head_kv),
-        MetaValue("llama.attention.layer_norm_rms_epsilon", MetaKind.F32, 1e-5),
-        MetaValue("llama.rope.dimension_count", MetaKind.U32, shape.n_embd // shape.n_head),
+        MetaValue(f"{arch}.vocab_size", MetaKind.U32, shape.n_vocab),
+        MetaValue(f"{arch}.context_length", MetaKind.U32, 131072),
+        MetaValue(f"{arch}.embedding_length", MetaKind.U32, shape.n_embd),
+        MetaValue(f"{arch}.block_count", MetaKind.U32, shape.n_layer),
+        MetaValue(f"{arch}.feed_forward_length", MetaKind.U32, shape.n_ff),
+        MetaValue(f"{arch}.attention.head_count", MetaKind.U32, shape.n_head),
+        MetaValue(f"{arch}.attention.head_count_kv", MetaKind.U32, shape.n_head_kv),
+        MetaValue(f"{arch}.attention.layer_norm_rms_epsilon", MetaKind.F32, 1e-5),
+        MetaValue(f"{arch}.rope.dimension_count", MetaKind.U32, shape.head_dim),
+        *(experts if shape.n_expert else ()),
         MetaValue("tokenizer.ggml.model", MetaKind.STR, "llama"),
         MetaValue("tokenizer.ggml.tokens", MetaKind.STR, tuple(words)),
         MetaValue("tokenizer.ggml.scores", MetaKind.F32, tuple(-float(index) for index in range(shape.n_vocab))),
@@ -200,7 +240,10 @@ def _fill(handle: int, header: bytes, slots: Sequence[TensorSlot], drawn: npt.ND
 
 
 def _data(number: int, slot: TensorSlot, pool: memoryview) -> Iterator[memoryview]:
-    """Give a tensor's bytes: ones for a norm, else blocks from another place of the pool for every tensor."""
+    """Give a tensor's bytes: ones for a norm, else drawn, for blocks from another place of the pool a tensor."""
+    if slot.type_id == _F32 and len(slot.dims) > 1:
+        yield np.random.default_rng(number).standard_normal(slot.dims, np.float32).view(np.uint8).data.cast("B")
+        return
     if slot.type_id == _F32:
         yield np.ones(slot.dims, np.float32).view(np.uint8).data
         return
