@@ -86,7 +86,9 @@ class Backend:
             widest = max(widest, rows * each)
         return -(-(n_ubatch * widest + _PARTS_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
 
-    def own_bytes(self, facts: ModelFacts, n_ubatch: int, *, has_flash_attn: bool, n_sharing: int) -> int:
+    def own_bytes(
+        self, facts: ModelFacts, n_ubatch: int, *, has_flash_attn: bool, n_sharing: int, is_there: bool = False
+    ) -> int:
         """Tell what a device takes beside all buffers, bytes.
 
         Args:
@@ -94,12 +96,13 @@ class Backend:
             n_ubatch: most tokens of a computed batch.
             has_flash_attn: without it attention is two products of floats.
             n_sharing: devices that share the real one; each is charged for its part of what is there once.
+            is_there: whether the process works with the real one already: what is there once is charged to that.
         """
         leaves_products = not has_flash_attn or not all(_is_quantized(tensor) for tensor in _factors(facts))
         each, once = self.device_bytes + self.pool_bytes(facts, n_ubatch), self.fixed_bytes
         if leaves_products:
             each, once = each + self.blas_bytes, once + self.blas_kernel_bytes
-        return each + once // n_sharing
+        return each if is_there else each + once // n_sharing
 
 
 def _factors(facts: ModelFacts) -> Iterator[TensorInfo]:

@@ -1,4 +1,6 @@
-"""What a running session asks before it switches: does the target surely not fit, given what it will give back?
+"""What a running session asks before it switches.
+
+Does the target surely not fit, given what the session will give back? And does it fit beside what the session keeps?
 
 Laws:
     1. Of the target only what is certain counts: weights and cache, which the header tells to the byte. Compute buffers
@@ -6,6 +8,8 @@ Laws:
     2. Everything that the session has on a device counts as given back, compute buffers by their formula too: the error
        is on the side of trying.
     3. Where the library chooses the shares by free memory nobody knows them before, so all its devices are one pool.
+    4. Beside another placement the error is on the other side: everything counts, compute buffers by their formula too,
+       and what is not known does not fit. Going without it costs time alone.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from splitctl.outcome import DOES_NOT_FIT
 from splitctl.placement import Placement, SplitMode
 from splitctl.planning.fitting import HOST_POOL, Need, needs_of_mode
 from splitctl.planning.memory import DeviceFacts, ModePlan, Share, devices_of, plan_mode
+from splitctl.planning.reservation import Reservation
 
 #: Paddings of unknown backends are guessed: a shortage no larger than this is not certain [share].
 _DOUBT = 0.01
@@ -64,6 +69,65 @@ def shortage(
         )
         for need in definite_shortage(facts, current, target, devices)
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Beside:
+    """Whether a placement fits while another one stays.
+
+    Args:
+        needs: what the second wants of every pool of memory beside the first, the host's last.
+        target: the second.
+    """
+
+    needs: tuple[Need, ...]
+    target: Placement
+
+    @property
+    def fits(self) -> bool:
+        """Whether every pool is known to have it."""
+        return not self._missing
+
+    @property
+    def reason(self) -> str:
+        """Why it does not, with both numbers of every pool that is short, in one sentence; empty where it fits."""
+        if self.fits:
+            return ""
+        needs = "; ".join(need.text for need in self._missing)
+        return f"{self.target.mode.value} mode does not fit beside what serves: for it {needs}"
+
+    @property
+    def _missing(self) -> tuple[Need, ...]:
+        return tuple(need for need in self.needs if need.free is None or not need.fits)
+
+
+def fits_beside(
+    facts: ModelFacts,
+    current: Placement | None,
+    target: Placement,
+    devices: Sequence[DeviceFacts],
+    *,
+    same_process: bool,
+    host_bytes: int = 0,
+    known: Sequence[Reservation] = (),
+) -> Beside:
+    """Tell whether a target fits while the current placement stays as it is.
+
+    Args:
+        facts: the model.
+        current: what serves; None: nothing, and the target is alone.
+        target: what is to be placed beside it: weights, cache, buffers, and what backends take for themselves.
+        devices: with the memory that is free on each now, while the current placement is there, and the host's (a
+            device of kind cpu, or one named "host"). Virtual devices with their real one, whose memory they share.
+        same_process: whether the process that holds the current placement places the target too; it has a context and
+            kernels on the current one's devices already, which another process makes once more.
+        host_bytes: of host memory that are wanted beside, for example for a carry.
+        known: what the library reserved for the target; empty for the formula.
+    """
+    there = {one.real for one in devices_of(current, devices)} if same_process and current is not None else set()
+    plan = plan_mode(facts, target, devices, known, there=there)
+    host = dataclasses.replace(plan.host, carry=host_bytes)
+    return Beside(needs_of_mode(dataclasses.replace(plan, host=host), devices), target)
 
 
 def _with_given_back(

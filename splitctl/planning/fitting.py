@@ -2,8 +2,8 @@
 
 Laws:
     1. Pure: free memory was read once, before; nothing is asked here.
-    2. Every pool of memory is judged alone. A device that is named twice is one pool, and so are the host and all
-       devices that live in its memory.
+    2. Every pool of memory is judged alone. A device that is named twice is one pool, and so are the virtual devices of
+       a real one, and the host and all devices that live in its memory.
 """
 
 from __future__ import annotations
@@ -66,17 +66,24 @@ class Chunk:
 def needs_of(shares: Iterable[Share], host: Share, devices: Sequence[DeviceFacts]) -> tuple[Need, ...]:
     """Sum what shares of devices and of the host want of every pool; one entry a pool, the host last."""
     known = {device.name: device for device in devices}
-    wanted: dict[str, int] = {}
+    wanted: dict[tuple[DeviceFacts, ...], int] = {}
     host_wanted = host.total
     for share in shares:
         device = known.get(share.device, DeviceFacts(share.device))
         if backend_of(device.name, device.kind).is_host:
             host_wanted += share.total
-        else:
-            wanted[share.device] = wanted.get(share.device, 0) + share.total
-    pools = [Need(name, n_bytes, known.get(name, DeviceFacts(name)).free) for name, n_bytes in wanted.items()]
+            continue
+        # Each virtual device is said to have its part of the free memory of one, which all of them take from.
+        pool = tuple(one for one in devices if one.unit and one.unit == device.unit) or (device,)
+        wanted[pool] = wanted.get(pool, 0) + share.total
+    pools = [Need(" + ".join(one.name for one in pool), n_bytes, _free(pool)) for pool, n_bytes in wanted.items()]
     own = known.get(HOST_POOL) or next((one for one in devices if backend_of(one.name, one.kind).is_host), None)
     return (*pools, Need(HOST_POOL, host_wanted, own.free if own is not None else None))
+
+
+def _free(pool: Sequence[DeviceFacts]) -> int | None:
+    known = [one.free for one in pool if one.free is not None]
+    return sum(known) if len(known) == len(pool) else None
 
 
 def needs_of_mode(plan: ModePlan, devices: Sequence[DeviceFacts]) -> tuple[Need, ...]:

@@ -12,7 +12,7 @@ Laws:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from splitctl.model.facts import ModelFacts
@@ -53,6 +53,11 @@ class DeviceFacts:
     address: str = ""
     unit: str = ""
     by_nccl: bool = False
+
+    @property
+    def real(self) -> str:
+        """What has the memory: the real device behind a virtual one, else the device itself."""
+        return self.unit or self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +174,7 @@ def plan_mode(
     known: Sequence[Reservation] = (),
     *,
     n_outputs: int | None = None,
+    there: Collection[str] = (),
 ) -> ModePlan:
     """Plan one placement.
 
@@ -178,6 +184,8 @@ def plan_mode(
         devices: those that there are, with their free memory, which decides the default split of layers.
         known: what the library reserved for this placement at some sizes; empty for the formula.
         n_outputs: rows of logits that a decode asks for at most; None: one a sequence.
+        there: real devices, by `DeviceFacts.real`, that the process works with already, for another placement; what it
+            took for them once is not charged again.
     """
     used = devices_of(placement, devices)
     n_devices = len(used)
@@ -193,7 +201,7 @@ def plan_mode(
     buffers = _assigned(compute, used)
     rows = max(n_outputs or 0, placement.n_seq_max)
     width = facts.n_vocab + (facts.n_embd if facts.is_encoder_decoder else 0)
-    fixed = _fixed(facts, placement, used, backends)
+    fixed = _fixed(facts, placement, used, backends, there)
     shares = tuple(
         Share(
             index=number,
@@ -232,13 +240,19 @@ def plan_mode(
 
 
 def _fixed(
-    facts: ModelFacts, placement: Placement, devices: Sequence[DeviceFacts], backends: Mapping[int, Backend]
+    facts: ModelFacts,
+    placement: Placement,
+    devices: Sequence[DeviceFacts],
+    backends: Mapping[int, Backend],
+    there: Collection[str],
 ) -> list[int]:
     """Tell what backends take for themselves; those that share a real device share the cost of its context."""
     n_ubatch, has_flash = shape_of(facts, placement).n_ubatch, placement.flash_attn is not FlashAttn.OFF
-    units = [device.unit or device.name for device in devices]
+    units = [device.real for device in devices]
     return [
-        backends[number].own_bytes(facts, n_ubatch, has_flash_attn=has_flash, n_sharing=units.count(unit))
+        backends[number].own_bytes(
+            facts, n_ubatch, has_flash_attn=has_flash, n_sharing=units.count(unit), is_there=unit in there
+        )
         for number, unit in enumerate(units)
     ]
 

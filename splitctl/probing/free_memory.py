@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from splitctl.planning.fit_check import shortage
+from splitctl.host_memory import host_memory
+from splitctl.planning.backends import unit_of
+from splitctl.planning.fit_check import Beside, fits_beside, shortage
+from splitctl.planning.fitting import HOST_POOL
 from splitctl.planning.memory import DeviceFacts
 
 if TYPE_CHECKING:
@@ -48,6 +51,37 @@ class FreeMemoryCheck:
         if not shortage(self._facts, current, target, full):
             return (), False
         return shortage(self._facts, current, target, device_facts(self._library.devices(), self._library.env)), True
+
+    def beside(self, current: Placement, target: Placement, *, same_process: bool, host_bytes: int = 0) -> Beside:
+        """Tell whether a target fits now while the current placement stays; asks the devices for their free memory.
+
+        Args:
+            current: where the session is.
+            target: what is to be placed beside it.
+            same_process: whether this process places it; else another one does.
+            host_bytes: of host memory that are wanted too, for example for a carry.
+        """
+        devices = beside_facts(self._library)
+        return fits_beside(self._facts, current, target, devices, same_process=same_process, host_bytes=host_bytes)
+
+
+def beside_facts(library: Library) -> tuple[DeviceFacts, ...]:
+    """Describe a library's devices and the host with all that is free now, whether or not it is a limit.
+
+    What spills into the host's memory would make both placements slow, and virtual devices share what their real one
+    has. Real CUDA devices are taken to add up partial results with NCCL, which takes most.
+    """
+    listed = {one.name: one for one in library.devices()}
+    facts = (
+        dataclasses.replace(
+            one,
+            free=listed[one.name].memory_free if one.total else None,
+            unit=unit_of(listed[one.name].description),
+            by_nccl=one.name.startswith("CUDA") and not unit_of(listed[one.name].description),
+        )
+        for one in device_facts(listed.values(), {})
+    )
+    return (*facts, DeviceFacts(HOST_POOL, "cpu", host_memory().available))
 
 
 def device_facts(devices: Iterable[Device], env: Mapping[str, str]) -> tuple[DeviceFacts, ...]:

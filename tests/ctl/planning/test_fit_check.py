@@ -18,9 +18,11 @@ from splitctl.ipc.jobs import RunRequest
 from splitctl.ipc.reserving import Reserved
 from splitctl.model.header import TensorInfo
 from splitctl.placement import FlashAttn, Placement, SplitMode
-from splitctl.planning.fit_check import definite_shortage, shortage
-from splitctl.planning.memory import DeviceFacts
-from splitctl.probing.free_memory import device_facts
+from splitctl.planning.backends import CUDA
+from splitctl.planning.fit_check import definite_shortage, fits_beside, shortage
+from splitctl.planning.fitting import Need
+from splitctl.planning.memory import DeviceFacts, plan_mode
+from splitctl.probing.free_memory import FreeMemoryCheck, device_facts
 from splitctl.worker.opening import reading_placement, with_largest_chunk
 from tests.ctl import scenes
 from tests.ctl.model_facts import model_facts
@@ -89,6 +91,68 @@ def test_a_reason_has_both_numbers_and_the_way_out() -> None:
         "CUDA0 would hold at least 200 MiB of weights and cache in tensor mode and has 150 MiB"
     )
     assert "--force" in reason.text
+
+
+def _beside(free: dict[str, int | None], *, same_process: bool = False, unit: str = "", host_bytes: int = 0) -> Any:
+    cards = (DeviceFacts(name, "gpu", n_bytes, unit=unit) for name, n_bytes in free.items() if name != "host")
+    machine = (*cards, DeviceFacts("host", "cpu", free.get("host", 1 << 40)))
+    return fits_beside(FACTS, LAYER, TENSOR, machine, same_process=same_process, host_bytes=host_bytes)
+
+
+def test_a_placement_beside_another_needs_all_that_it_takes() -> None:
+    """Weights, cache, buffers and what backends take, a device at a time, and on the host; to the byte."""
+    plan = plan_mode(FACTS, TENSOR, _machine(0, 0))
+    room: dict[str, int | None] = {share.device: share.total for share in plan.shares} | {"host": plan.host.total}
+    assert _beside(room).fits
+    assert _beside(room).reason == ""
+    for name, n_bytes in room.items():
+        found = _beside(room | {name: (n_bytes or 0) - 1})
+        assert not found.fits
+        assert [need.pool for need in found.needs if not need.fits] == [name]
+    assert not _beside(room, host_bytes=1).fits
+
+
+def test_a_placement_beside_another_in_one_process_shares_its_context() -> None:
+    """Each device has the backend's context and kernels already; another process makes them once more."""
+    plan = plan_mode(FACTS, TENSOR, _machine(0, 0))
+    once = CUDA.fixed_bytes + CUDA.blas_kernel_bytes
+    room: dict[str, int | None] = {share.device: share.total - once for share in plan.shares}
+    assert _beside(room, same_process=True).fits
+    assert not _beside(room).fits
+    assert not _beside(room | {"CUDA1": (room["CUDA1"] or 0) - 1}, same_process=True).fits
+
+
+def test_virtual_devices_are_one_pool_beside_another_placement() -> None:
+    """Each says its part of what is free on the real one, and one may have what the other leaves."""
+    whole = plan_mode(FACTS, TENSOR, tuple(DeviceFacts(f"CUDA{n}", "gpu", 1, unit="p0") for n in range(2))).total
+    assert _beside({"CUDA0": whole - 5, "CUDA1": 5}, unit="p0").fits
+    (short, host) = _beside({"CUDA0": whole - 6, "CUDA1": 5}, unit="p0").needs
+    assert short == Need("CUDA0 + CUDA1", whole, whole - 1)
+    assert host.fits
+
+
+def test_a_reason_against_beside_has_both_numbers_of_every_pool() -> None:
+    """What is not known does not fit either: going without it costs time alone."""
+    found = _beside({"CUDA0": 50 * _MIB, "CUDA1": None})
+    assert not found.fits
+    wanted = found.needs[0].wanted / _MIB
+    assert found.reason == (
+        f"tensor mode does not fit beside what serves: for it CUDA0 would hold {wanted:,.0f} MiB and has 50 MiB free; "
+        f"CUDA1 would hold {wanted:,.0f} MiB and has an unknown amount free"
+    )
+
+
+def test_a_library_is_asked_what_is_free_beside_a_placement() -> None:
+    """Virtual devices and those that spill too, with the host's memory as the machine has it."""
+    parts = [Device(f"CUDA{n}", f"card (dev p0/v{n})", DeviceKind.GPU, "CUDA", 2 << 30, 9 << 30) for n in range(2)]
+    library = mock.Mock(env={"GGML_CUDA_ENABLE_UNIFIED_MEMORY": "1"})
+    library.devices.return_value = [*parts, Device("CPU", "processor", DeviceKind.CPU, "CPU", 5, 9)]
+    found = FreeMemoryCheck(library, FACTS).beside(LAYER, TENSOR, same_process=True)
+    assert found.fits
+    assert [(need.pool, need.free) for need in found.needs[:-1]] == [("CUDA0 + CUDA1", 4 << 30)]
+    assert found.needs[-1].free is not None
+    library.devices.return_value[0] = dataclasses.replace(parts[0], memory_free=0, memory_total=0)
+    assert "unknown" in FreeMemoryCheck(library, FACTS).beside(LAYER, TENSOR, same_process=True).reason
 
 
 @pytest.mark.parametrize(
