@@ -28,6 +28,7 @@ from llama_native.library import Library
 from llama_native.logs import LogTail
 from llama_native.model import Adapter, Model
 from llama_native.params import ContextParams, FlashAttn, KvType, LoadMode, ModelParams, SplitMode
+from llama_native.pinning import Pin, link_gb_s, pin
 from llama_native.rpc import greet as greet_rpc_server
 from llama_native.sampling import CANDIDATE_BYTES, ChainParams, SamplerChain
 from llama_native.state import (
@@ -62,6 +63,7 @@ __all__ = [
     "Model",
     "ModelParams",
     "NativeError",
+    "Pin",
     "Reentered",
     "RpcServerUnusable",
     "SamplerChain",
@@ -72,6 +74,8 @@ __all__ = [
     "capabilities",
     "discover",
     "greet_rpc_server",
+    "link_gb_s",
+    "pin",
     "sequence_state_get",
     "sequence_state_set",
     "sequence_state_size",
