@@ -24,6 +24,17 @@ class Proof(Enum):
     OFF = "off"
 
 
+class Route(Enum):
+    """Where a switch of a hosted session builds its target; any other session goes in place."""
+
+    AUTO = "auto"
+    """Beside what serves, where both fit; else in place."""
+    BESIDE = "beside"
+    """In a second worker, while the first one serves; refused where both do not fit."""
+    IN_PLACE = "in-place"
+    """In the worker that serves, which frees the old placement first."""
+
+
 @dataclass(frozen=True, slots=True)
 class SwitchOptions:
     """How a switch is to be done.
@@ -32,11 +43,13 @@ class SwitchOptions:
         proof: how the restored state is proved.
         convert: whether the carry may be converted; False refuses a target that needs it.
         force: go on even if a trial in a child process failed, or memory seems too small.
+        via: where the target is built.
     """
 
     proof: Proof = Proof.BYTES
     convert: bool = True
     force: bool = False
+    via: Route = Route.AUTO
 
 
 class WeightsTier(Enum):
@@ -164,6 +177,7 @@ class SwitchOutcome:
         n_tokens: tokens carried, over all sequences.
         conversions: what was converted in the carry, one phrase each.
         via: who did the work.
+        via_reason: why it was not a second worker beside the first; empty where it was, or nobody asked for one.
         peak_device_bytes: one entry a device.
         pause_ms: how long no token could be generated, ms; None when nothing stood still.
         weights: where the weights came from; None when nothing was placed.
@@ -192,6 +206,7 @@ class SwitchOutcome:
     n_tokens: int = 0
     conversions: tuple[str, ...] = ()
     via: Via = Via.COMPOSED
+    via_reason: str = ""
     peak_device_bytes: tuple[DevicePeak, ...] = ()
     pause_ms: float | None = None
     weights: WeightsTier | None = None
@@ -248,6 +263,7 @@ class SwitchOutcome:
             "n_tokens": self.n_tokens,
             "conversions": list(self.conversions),
             "via": self.via.value,
+            "via_reason": self.via_reason,
             "peak_device_bytes": [one.to_json() for one in self.peak_device_bytes],
             "pause_ms": self.pause_ms,
             "weights": to_plain(self.weights),

@@ -70,6 +70,8 @@ class Open:
         sequences: what each sequence must hold in the end; sequences of the seal that are not in it are forgotten.
         files: what the session was opened from before: anything else is refused; none: whatever lies there.
         weights: where switches take the weights from.
+        standby_for: number of the switch that this worker is to take the session over for; it opens without sequences,
+            makes a first decode that is forgotten again, and waits for TakeOver. None: it serves at once.
     """
 
     placement: Placement
@@ -79,6 +81,7 @@ class Open:
     sequences: tuple[SequenceSnapshot, ...] = ()
     files: tuple[FileIdentity, ...] = ()
     weights: WeightsTier = WeightsTier.FILE
+    standby_for: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +144,50 @@ class Halt:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """Move the session. Answered by Switched; StageReached and Sealed come on the way, Trial after it."""
+    """Move the session. Answered by Switched; StageReached and Sealed come on the way, Trial after it.
+
+    Attributes:
+        may_be_beside: a second worker can be started; FitsBeside then comes where the target may be built in it, and
+            the switch is under way until HandOver or GoOn.
+    """
 
     order: int
     target: Placement
+    options: SwitchOptions = field(default_factory=SwitchOptions)
+    may_be_beside: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """Seal the session for a second worker, at a token boundary.
+
+    Answered by HandedOver, after Sealed: from then on streams are detached, with all that their sequences hold, and the
+    worker does nothing until GoOn or Close. Answered by Switched where the session does not allow the switch any more.
+    """
+
+    order: int
+
+
+@dataclass(frozen=True, slots=True)
+class GoOn:
+    """A switch beside this worker is off: serve as before. No answer; streams are started again."""
+
+    order: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakeOver:
+    """Become what another worker has sealed; for a standby. Answered by TookOver, or Failed.
+
+    Attributes:
+        seal: what it has sealed.
+        sequences: what each sequence must hold in the end, as in Open; nothing is read again for it.
+        options: how the state is proved.
+    """
+
+    order: int
+    seal: Seal
+    sequences: tuple[SequenceSnapshot, ...] = ()
     options: SwitchOptions = field(default_factory=SwitchOptions)
 
 
@@ -178,7 +221,9 @@ class Close:
     """End the session and the worker; answered by the last event."""
 
 
-Order = Open | Tokenize | Start | Halt | Switch | Check | Save | Restore | Close
+Order = (
+    Open | Tokenize | Start | Halt | Switch | HandOver | GoOn | TakeOver | Check | Save | Restore | Close
+)  # fmt: skip
 
 ORDERS = kinds_of(Order)
 
@@ -332,6 +377,63 @@ class Switched:
 
 
 @dataclass(frozen=True, slots=True)
+class FitsBeside:
+    """A switch was checked, and a second worker may build its target while this one serves.
+
+    Attributes:
+        target: the whole placement, with what is left open filled in.
+        checking_ms: time that the check took, ms.
+    """
+
+    order: int
+    target: Placement
+    checking_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """The session lies sealed for another worker, and no stream is on its way here.
+
+    Attributes:
+        stood_at: when the last step ended, seconds of the system's monotonic clock.
+        stages_ms: time of each stage, ms.
+        n_sequences: sequences that were sealed.
+        n_tokens: tokens of all of them.
+        more: further fields of the outcome, as they stand there.
+    """
+
+    order: int
+    stood_at: float
+    stages_ms: dict[str, float] = field(default_factory=dict)
+    n_sequences: int = 0
+    n_tokens: int = 0
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TookOver:
+    """The session is here, as another worker has sealed it, and proved.
+
+    Attributes:
+        stages_ms: time of each stage, ms; those of the opening included.
+        conversions: how the state was converted, one phrase each.
+        more: further fields of the outcome, as they stand there.
+    """
+
+    order: int
+    stages_ms: dict[str, float] = field(default_factory=dict)
+    conversions: tuple[str, ...] = ()
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStep:
+    """The first decode after TakeOver is done."""
+
+    order: int
+
+
+@dataclass(frozen=True, slots=True)
 class Trial:
     """The first decode after a switch is done: its outcome as it is now, confirmed or fallen back from."""
 
@@ -405,8 +507,8 @@ class Alive:
 
 
 Report = (
-    Opened | Tokenized | Reading | Step | Ended | Forgot | StageReached | Sealed | Unsealed | Switched | Trial | Checked
-    | Saved | Replaced | Failed | Alive
+    Opened | Tokenized | Reading | Step | Ended | Forgot | StageReached | Sealed | Unsealed | FitsBeside | HandedOver
+    | TookOver | FirstStep | Switched | Trial | Checked | Saved | Replaced | Failed | Alive
 )  # fmt: skip
 
 REPORTS = kinds_of(Report)

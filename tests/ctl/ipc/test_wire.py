@@ -15,7 +15,7 @@ from splitctl.carry.sampling import SamplerSpec
 from splitctl.ipc import orders
 from splitctl.ipc.jobs import Fault
 from splitctl.ipc.wire import MessageInvalid, from_line, from_object, to_line, to_object
-from splitctl.outcome import Proof, SwitchOptions
+from splitctl.outcome import Proof, Route, SwitchOptions
 from splitctl.placement import FlashAttn, Placement, SplitMode
 
 PLACEMENT = Placement(mode=SplitMode.TENSOR, devices=("CPU", "CPU"), tensor_split=(3.0, 1.0), flash_attn=FlashAttn.ON)
@@ -30,6 +30,9 @@ ORDERS = (
     orders.Start(3, 0, tuple(range(1000)), SamplerSpec(), 5, n_draws=2, is_pending=True, n_delivered=3),
     orders.Halt(3),
     orders.Switch(4, PLACEMENT, SwitchOptions(Proof.OFF, convert=False, force=True)),
+    orders.HandOver(4),
+    orders.GoOn(4),
+    orders.TakeOver(4, SEAL, (BOOK,), SwitchOptions(via=Route.BESIDE)),
     orders.Check(5, PLACEMENT),
     orders.Save(6, Path("/x/y")),
     orders.Restore(7, Path("/x/y")),
@@ -46,6 +49,10 @@ REPORTS = (
     orders.Sealed(SEAL),
     orders.Unsealed(0),
     orders.Switched(1, {"status": "switched"}),
+    orders.FitsBeside(1, PLACEMENT, 2.5),
+    orders.HandedOver(1, 12.5, {"saving": 1.5}, 2, 3, {"carry_pinned": None}),
+    orders.TookOver(1, {"restoring": 1.5}, ("x",), {"weights": "file"}),
+    orders.FirstStep(1),
     orders.Trial({"status": "switched"}),
     orders.Checked(1, PLACEMENT, reasons=({"code": "c", "text": "t"},), conversions=("x",), state_bytes=5),
     orders.Saved(1, 2),
