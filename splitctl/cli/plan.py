@@ -50,6 +50,7 @@ from splitctl.planning.survey import (
     sizes_of_chunks,
     sizes_of_search,
     switch_json,
+    tiers_json,
     with_chunk,
 )
 from splitctl.switching import rules
@@ -306,6 +307,7 @@ def _body(
         "machine": [dataclasses.asdict(device) for device in asked.known.devices],
         "modes": {answer.plan.placement.mode.value: mode_json(answer) for answer in answers},
         "switch": switch_json(switch) if switch is not None else None,
+        "tiers": tiers_json(switch) if switch is not None else None,
         "ubatch": None,
         "exit_code": int(code),
     }

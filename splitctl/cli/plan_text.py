@@ -12,6 +12,7 @@ from splitctl.placement import SplitMode
 from splitctl.planning.fitting import Chunk, Need, lacking
 from splitctl.planning.memory import DeviceFacts, Share
 from splitctl.planning.survey import ModeAnswer, SwitchAnswer
+from splitctl.planning.tiers import BESIDE, TierPlan
 
 _WIDTH = 44
 _MIB = 1024 * 1024
@@ -125,6 +126,7 @@ def _notes(answer: ModeAnswer | SwitchAnswer) -> Iterator[str]:
     yield f"largest context: {_largest(answer.largest.n_ctx, answer.largest.lacking)}"
     if isinstance(answer, SwitchAnswer):
         yield f"the carry takes {mib(answer.plan.carry)} of host memory while it lasts"
+        yield from map(_tier_text, answer.tiers)
         return
     plan = answer.plan
     if plan.asked and plan.placement.mode is not SplitMode.NONE:
@@ -137,6 +139,13 @@ def _notes(answer: ModeAnswer | SwitchAnswer) -> Iterator[str]:
         yield f"compute buffers by a formula, which is too high rather than too low: {answer.unsaid or 'nothing said'}"
     for reason in (*answer.refused, *answer.warnings):
         yield f"{reason.code}: {reason.text}"
+
+
+def _tier_text(tier: TierPlan) -> str:
+    """Say in a line what a switch takes with weights from a tier, or beside."""
+    name = tier.name if tier.name == BESIDE else f"weights {tier.name}"
+    held = ", ".join(f"{share.device} {mib(share.total)}" for share in (*tier.devices, tier.host))
+    return f"{name:<17}" + (f"fits: {held}" if tier.fits else f"does not fit: {tier.reason}")
 
 
 def _largest(n_ctx: int, missing: Sequence[Need]) -> str:

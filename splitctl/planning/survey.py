@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from splitctl.errors import Reason
 from splitctl.model.facts import ModelFacts
 from splitctl.placement import Placement, SplitMode
+from splitctl.planning import tiers
 from splitctl.planning.cells import PADDING, shape_of
 from splitctl.planning.compute import is_reserved
 from splitctl.planning.fitting import (
@@ -30,10 +31,12 @@ from splitctl.planning.memory import (
     Share,
     SwitchPlan,
     carry_bytes,
+    devices_of,
     plan_mode,
     plan_switch,
 )
 from splitctl.planning.reservation import Reservation
+from splitctl.planning.tiers import TierPlan
 
 Size = tuple[int, int, int]
 """Context, batch and micro-batch of a dry run, tokens."""
@@ -91,6 +94,23 @@ class Known:
         carry = CARRY_COPIES * carry_bytes(self.facts, before)
         return plan_switch(self.plan(before), self.plan(after), carry)
 
+    def tiers(self, before: Placement, after: Placement) -> tuple[TierPlan, ...]:
+        """Plan a switch with a full context in every way that there is."""
+        first, switch = self.plan(before), self.switch(before, after)
+        context = {one.real for one in devices_of(before, self.devices)}
+
+        def both(name: str, there: Collection[str]) -> TierPlan:
+            free, said = tiers.left_by(first, self.devices), self.reservations.get(after.mode, ())
+            second = plan_mode(self.facts, after, free, said, there=there)
+            return tiers.of_both(name, first, second, self.devices, switch.carry)
+
+        return (
+            tiers.of_file(switch, self.devices),
+            tiers.of_pinned(switch, self.devices, self.facts.weight_bytes),
+            both(tiers.RESIDENT, context),
+            both(tiers.BESIDE, ()),
+        )
+
     def largest(self, *placements: Placement) -> Largest:
         """Find the largest context that fits in a placement, or in both and through the switch between them."""
         return _Search(self, placements).largest()
@@ -136,11 +156,13 @@ class SwitchAnswer:
         plan: its peaks.
         needs: of every pool at the worst moment.
         largest: the largest context that fits in both placements and survives the switch.
+        tiers: what it takes in every way that there is; the first one, from the file, is the plan above.
     """
 
     plan: SwitchPlan
     needs: tuple[Need, ...]
     largest: Largest
+    tiers: tuple[TierPlan, ...]
 
     @property
     def fits(self) -> bool:
@@ -231,7 +253,8 @@ def answer_mode(known: Known, placement: Placement) -> ModeAnswer:
 
 def answer_switch(known: Known, before: Placement, after: Placement) -> SwitchAnswer:
     """Answer for a switch from the placement of the prompt to that of the generation."""
-    return SwitchAnswer(known.switch(before, after), known.needs(before, after), known.largest(before, after))
+    plan, needs = known.switch(before, after), known.needs(before, after)
+    return SwitchAnswer(plan, needs, known.largest(before, after), known.tiers(before, after))
 
 
 def with_chunk(placement: Placement, tokens: int) -> Placement:
@@ -355,4 +378,19 @@ def switch_json(answer: SwitchAnswer) -> dict[str, Any]:
         "needs": [need_json(need) for need in answer.needs],
         "fits": answer.fits,
         "largest_context": _largest_json(answer.largest),
+    }
+
+
+def tiers_json(answer: SwitchAnswer) -> dict[str, Any]:
+    """Give what a switch takes in every way as plain values, by the way's name."""
+    return {
+        tier.name: {
+            "fits": tier.fits,
+            "reason": tier.reason,
+            "devices": [share_json(share) for share in tier.devices],
+            "host": share_json(tier.host),
+            "total": sum(share.total for share in tier.devices),
+            "needs": [need_json(need) for need in tier.needs],
+        }
+        for tier in answer.tiers
     }

@@ -110,6 +110,13 @@ def test_a_plan_of_a_real_model(capsys: pytest.CaptureFixture[str], smollm2: Pat
     assert body["ubatch"]["n_ubatch"] == 4096
     assert (body["switch"]["from"], body["switch"]["to"], body["switch"]["fits"]) == ("layer", "tensor", True)
     assert body["switch"]["carry"] > 2 * 22.5 * _MIB
+    assert {name: tier["fits"] for name, tier in body["tiers"].items()} == dict.fromkeys(
+        ("file", "pinned", "resident", "beside"), True
+    )
+    assert body["tiers"]["file"]["devices"] == body["switch"]["devices"]
+    assert (
+        body["tiers"]["pinned"]["host"]["total"] - body["switch"]["host"]["total"] == read_facts(smollm2).weight_bytes
+    )
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -196,6 +203,8 @@ def test_the_terminal_gets_a_bar_for_every_device(capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     for words in ("0 CPU", "1 CPU", "host", "█", "layer->tensor", "largest context", "all devices together", "asked"):
         assert words in out
+    for way in ("weights file", "weights pinned", "weights resident", "beside"):
+        assert f"  {way:<17}fits: CPU " in out
 
 
 def test_a_picture_holds_what_was_drawn() -> None:
