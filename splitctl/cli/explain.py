@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
+from rich.markup import escape
 from rich.table import Table
 
 from splitctl.cli.hosts import with_screen
 from splitctl.cli.output import ExitCode, Screen
 from splitctl.cli.prompts import read_up_to
 from splitctl.errors import ConfigInvalid
-from splitctl.planning.cost import MAX_TOKENS, Choice, Comparison, RatesInvalid, Work, compare, parse_rates
+from splitctl.outcome import WeightsTier
+from splitctl.planning.cost import (
+    MAX_SWITCH_S,
+    MAX_TOKENS,
+    Choice,
+    Comparison,
+    RatesInvalid,
+    Work,
+    compare,
+    parse_rates,
+)
 
 #: A longer file holds no rates [bytes].
 _MAX_FILE_BYTES = 1024 * 1024
@@ -33,8 +46,28 @@ _TOKENS = click.IntRange(0, MAX_TOKENS)
     "--cached", type=_TOKENS, default=0, show_default=True, metavar="C", help="Of them, those that the cache holds."
 )
 @click.option("--generate", type=_TOKENS, required=True, metavar="G", help="Tokens to generate.")
+@click.option(
+    "--weights",
+    type=click.Choice([one.value for one in WeightsTier if one is not WeightsTier.AUTO]),
+    help="Judge switches with weights from this tier, by its time in the file's tier_switch_s.",
+)
+@click.option(
+    "--switch-s",
+    type=click.FloatRange(0.0, MAX_SWITCH_S),
+    metavar="S",
+    help="Seconds of a switch, in place of the file's.",
+)
 @with_screen
-def explain(*, rates_file: Path, prompt: int, cached: int, generate: int, screen: Screen) -> int:
+def explain(
+    *,
+    rates_file: Path,
+    prompt: int,
+    cached: int,
+    generate: int,
+    weights: str | None,
+    switch_s: float | None,
+    screen: Screen,
+) -> int:
     """Say which mode, or which switch, does some work in the least time, and by how much."""
     try:
         work = Work(prompt, generate, cached)
@@ -42,13 +75,17 @@ def explain(*, rates_file: Path, prompt: int, cached: int, generate: int, screen
         raise click.BadParameter(f"{error.value!r}; wanted: {error.wanted}", param_hint=f"--{error.field}") from error
     try:
         rates = parse_rates(_read(rates_file))
+        if weights is not None or switch_s is not None:
+            rates = rates.in_tier(weights or WeightsTier.FILE.value, switch_s)
     except OSError as error:
         message = f"the file of rates {rates_file} cannot be read: {error.strerror or error}; name another"
         return screen.fail(type(error).__name__, message, ExitCode.FAILED)
     except RatesInvalid as error:
         return screen.fail(type(error).__name__, f"{rates_file}: {error}", ExitCode.FAILED)
     comparison = compare(rates, work)
-    return screen.answer(comparison.to_json(), _table(comparison), comparison.sentence)
+    body = comparison.to_json()
+    tables = [_table(comparison), *([_tiers_table(body["tiers"])] if len(body["tiers"]) > 1 else [])]
+    return screen.answer(body, *tables, comparison.sentence)
 
 
 def _read(path: Path) -> bytes:
@@ -62,13 +99,33 @@ def _table(comparison: Comparison) -> Table:
     table = Table()
     table.add_column("choice")
     for name in ("prompt", "switch", "generate", "total"):
-        table.add_column(f"{name} [s]", justify="right")
+        table.add_column(escape(f"{name} [s]"), justify="right")
     work, rates = comparison.work, comparison.rates
     for choice in Choice:
         mark = "*" if choice is comparison.best else " "
         reading = work.uncached / rates.of(choice.reads_in).prompt_tps
         generating = work.generate / rates.of(choice.generates_in).generate_tps
         switching = f"{rates.switch_s:,.1f}" if choice.is_switch else "-"
+        if choice.is_switch:
+            generating += work.generate * rates.after_switch_ms / 1e3
         total = f"{comparison.seconds[choice]:,.1f}"
         table.add_row(f"{mark} {choice.value}", f"{reading:,.1f}", switching, f"{generating:,.1f}", total)
+    return table
+
+
+def _tiers_table(tiers: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Lay out from how long a prompt and answer on a switch pays, by the tier of its weights."""
+    table = Table()
+    table.add_column("weights")
+    for name in ("switch [s]", "a token [ms]", "prompt >", "answer >", "total [s]"):
+        table.add_column(escape(name), justify="right")
+    for tier, one in tiers.items():
+        even, seconds = one["break_even"], one["seconds"]
+        table.add_row(
+            tier,
+            f"{one['switch_s']:,.2f}",
+            f"{one['ms_per_token']:g}",
+            *("never" if even[name] is None else f"{even[name]:,}" for name in ("prompt", "generate")),
+            "-" if seconds is None else f"{seconds:,.1f}",
+        )
     return table

@@ -12,10 +12,11 @@ import enum
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from splitctl.errors import ConfigInvalid
+from splitctl.outcome import Via, WeightsTier
 from splitctl.placement import SplitMode
 
 #: Rates outside these are no rates of any machine [tokens/s].
@@ -24,6 +25,19 @@ MIN_TPS, MAX_TPS = 1e-6, 1e9
 MAX_SWITCH_S = 1e6
 #: More tokens than any context holds.
 MAX_TOKENS = 10**12
+#: No switch adds more to a token [ms].
+_MAX_MS_PER_TOKEN = 1e6
+
+PINNED_MS_PER_TOKEN = 0.6
+"""What a token takes more after weights came from the copy in host memory, ms: tensors that the file lacks are there.
+
+Source: docs/speed.md, 64 layers on H200s.
+"""
+
+TIMED = (WeightsTier.FILE.value, WeightsTier.PINNED.value, WeightsTier.RESIDENT.value, Via.BESIDE.value)
+"""The ways of a switch that have times of their own: three tiers of weights, and a second worker that takes over."""
+
+_MS = 1e-3
 
 #: Timings of identical work differ by this share from run to run: what is closer than it is not decided by numbers.
 NOISE = 0.05
@@ -57,11 +71,18 @@ class Rates:
         switch_s: seconds of a switch.
         layer: rates in layer mode.
         tensor: rates in tensor mode.
+        tier_switch_s: seconds of a switch with weights from a tier, by its name; "beside": seconds that streams stand
+            still while a second worker takes over.
+        pinned_ms_per_token: what a token takes more after a switch with pinned weights, ms.
+        after_switch_ms: what a token takes more after the switch of `switch_s`, ms.
     """
 
     switch_s: float
     layer: ModeRates
     tensor: ModeRates
+    tier_switch_s: Mapping[str, float] = field(default_factory=dict)
+    pinned_ms_per_token: float = PINNED_MS_PER_TOKEN
+    after_switch_ms: float = 0.0
 
     def of(self, mode: SplitMode) -> ModeRates:
         """Give the rates of a mode; ConfigInvalid for one that nobody measured."""
@@ -70,6 +91,31 @@ class Rates:
         if mode is SplitMode.TENSOR:
             return self.tensor
         raise ConfigInvalid("mode", mode.value, "layer or tensor")
+
+    @property
+    def tiers(self) -> Mapping[str, Rates]:
+        """The rates with each tier whose time is known, in the order of `TIMED`; the file's time is always."""
+        return {tier: self.in_tier(tier) for tier in TIMED if tier in self._times}
+
+    @property
+    def _times(self) -> Mapping[str, float]:
+        return {WeightsTier.FILE.value: self.switch_s, **self.tier_switch_s}
+
+    def in_tier(self, tier: str, switch_s: float | None = None) -> Rates:
+        """Give the rates for switches with weights from a tier.
+
+        Args:
+            tier: one of `TIMED`.
+            switch_s: seconds of such a switch; None: as measured.
+
+        Raises:
+            RatesInvalid: nobody measured its time.
+        """
+        times = {**self._times, **({} if switch_s is None else {tier: switch_s})}
+        if tier not in times:
+            raise RatesInvalid(f"tier_switch_s.{tier}", "missing", "seconds of a switch with weights from this tier")
+        more = self.pinned_ms_per_token if tier == WeightsTier.PINNED.value else 0.0
+        return replace(self, switch_s=times[tier], tier_switch_s=times, after_switch_ms=more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +185,13 @@ class BreakEven:
     prompt: float | None
     generate: float | None
 
+    def to_json(self) -> dict[str, int | None]:
+        """Give whole tokens."""
+        return {
+            "prompt": None if self.prompt is None else round(self.prompt),
+            "generate": None if self.generate is None else round(self.generate),
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -192,26 +245,38 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """Give plain values.
 
-        Best, seconds, break_even (whole tokens or null), margin (seconds), sentence, switch, close, uncached.
+        Best, seconds, break_even (whole tokens or null), margin (seconds), sentence, switch, close, uncached, and for
+        each tier whose time is known: switch_s, ms_per_token (what a token takes more after it), break_even, best, and
+        the seconds of the switch that can pay, or null.
         """
-        even = self.break_even
+        tiers = {tier: compare(rates, self.work) for tier, rates in self.rates.tiers.items()}
         return {
             "best": self.best.value,
             "seconds": {choice.value: self.seconds[choice] for choice in Choice},
-            "break_even": {
-                "prompt": None if even.prompt is None else round(even.prompt),
-                "generate": None if even.generate is None else round(even.generate),
-            },
+            "break_even": self.break_even.to_json(),
             "margin": self.margin,
             "sentence": self.sentence,
             "switch": None if self.switch is None else self.switch.value,
             "close": self.is_close,
             "uncached": self.work.uncached,
+            "tiers": {
+                tier: {
+                    "switch_s": one.rates.switch_s,
+                    "ms_per_token": one.rates.after_switch_ms,
+                    "break_even": one.break_even.to_json(),
+                    "best": one.best.value,
+                    "seconds": None if one.switch is None else one.seconds[one.switch],
+                }
+                for tier, one in tiers.items()
+            },
         }
 
     def _why(self) -> str:
         """Say from where on a switch pays, or why none does."""
         if self.switch is None or self.break_even.prompt is None or self.break_even.generate is None:
+            more = self.rates.after_switch_ms
+            if more and _break_even(replace(self.rates, after_switch_ms=0.0))[0] is not None:
+                return f"no switch pays with these weights: no mode gains the {more:g} ms that they add to a token"
             fast = _as_fast_in_everything(self.rates)
             slow = SplitMode.TENSOR if fast is SplitMode.LAYER else SplitMode.LAYER
             return f"no switch ever pays: {fast.value} mode reads and generates at least as fast as {slow.value} mode"
@@ -234,7 +299,8 @@ def compare(rates: Rates, work: Work) -> Comparison:
 def _seconds(choice: Choice, rates: Rates, work: Work) -> float:
     reading = work.uncached / rates.of(choice.reads_in).prompt_tps
     generating = work.generate / rates.of(choice.generates_in).generate_tps
-    return reading + generating + (rates.switch_s if choice.is_switch else 0.0)
+    switching = rates.switch_s + work.generate * rates.after_switch_ms * _MS if choice.is_switch else 0.0
+    return reading + generating + switching
 
 
 def _break_even(rates: Rates) -> tuple[Choice | None, BreakEven]:
@@ -243,7 +309,7 @@ def _break_even(rates: Rates) -> tuple[Choice | None, BreakEven]:
         reader, writer = rates.of(switch.reads_in), rates.of(switch.generates_in)
         # What a token gains: of the prompt against staying in the writer's mode, of the answer in the reader's [s].
         reading = 1.0 / writer.prompt_tps - 1.0 / reader.prompt_tps
-        writing = 1.0 / reader.generate_tps - 1.0 / writer.generate_tps
+        writing = 1.0 / reader.generate_tps - 1.0 / writer.generate_tps - rates.after_switch_ms * _MS
         if reading > 0.0 and writing > 0.0:
             return switch, BreakEven(rates.switch_s / reading, rates.switch_s / writing)
     return None, BreakEven(None, None)
@@ -263,7 +329,8 @@ def parse_rates(text: str | bytes) -> Rates:
     """Read rates as a file holds them.
 
     Args:
-        text: JSON: `{"switch_s": S, "modes": {"layer": {"prompt_tps": a, "generate_tps": b}, "tensor": {...}}}`.
+        text: JSON: `{"switch_s": S, "modes": {"layer": {"prompt_tps": a, "generate_tps": b}, "tensor": {...}}}`, and if
+            they are known `"tier_switch_s": {"pinned": S, ...}` and `"pinned_ms_per_token": ms`.
 
     Raises:
         RatesInvalid: it is not JSON, a key is missing, repeated or unknown, or a number is none, is not finite, is zero
@@ -276,11 +343,18 @@ def parse_rates(text: str | bytes) -> Rates:
     except (ValueError, RecursionError) as error:
         wanted = 'JSON: {"switch_s": S, "modes": {"layer": {"prompt_tps": a, "generate_tps": b}, "tensor": {...}}}'
         raise RatesInvalid("the file", f"no JSON ({error})", wanted) from error
-    top = _keys(plain, "the file", ("switch_s", "modes"))
+    top = _keys(plain, "the file", ("switch_s", "modes"), ("tier_switch_s", "pinned_ms_per_token"))
+    tiers = _keys(top.get("tier_switch_s", {}), "tier_switch_s", (), TIMED)
+    more = top.get("pinned_ms_per_token", PINNED_MS_PER_TOKEN)
     modes = _keys(top["modes"], "modes", (SplitMode.LAYER.value, SplitMode.TENSOR.value))
     return Rates(
         _number(top["switch_s"], "switch_s", 0.0, MAX_SWITCH_S, "seconds"),
-        *(_mode(modes[mode.value], f"modes.{mode.value}") for mode in (SplitMode.LAYER, SplitMode.TENSOR)),
+        layer=_mode(modes[SplitMode.LAYER.value], "modes.layer"),
+        tensor=_mode(modes[SplitMode.TENSOR.value], "modes.tensor"),
+        tier_switch_s={
+            name: _number(value, f"tier_switch_s.{name}", 0.0, MAX_SWITCH_S, "seconds") for name, value in tiers.items()
+        },
+        pinned_ms_per_token=_number(more, "pinned_ms_per_token", 0.0, _MAX_MS_PER_TOKEN, "ms"),
     )
 
 
@@ -294,12 +368,15 @@ def _mode(plain: object, where: str) -> ModeRates:
     )
 
 
-def _keys(plain: object, where: str, names: tuple[str, ...]) -> dict[str, object]:
-    wanted = "an object with the keys " + " and ".join(names)
+def _keys(plain: object, where: str, names: tuple[str, ...], others: tuple[str, ...] = ()) -> dict[str, object]:
+    """Take an object with all of some keys, and any of others."""
+    wanted = "an object with " + ", and if known ".join(
+        f"the keys {' and '.join(keys)}" for keys in (names, others) if keys
+    )
     if not isinstance(plain, dict):
         raise RatesInvalid(where, _shown(plain), wanted)
     missing = [name for name in names if name not in plain]
-    more = [str(name) for name in plain if name not in names]
+    more = [str(name) for name in plain if name not in (*names, *others)]
     if missing:
         raise RatesInvalid(where, f"without {' and '.join(missing)}", wanted)
     if more:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from splitctl.outcome import WeightsTier
 from splitctl.placement import SplitMode
 
 
@@ -26,6 +27,7 @@ class SwitchedRun:
         n_generated: tokens generated.
         generate_s: time to generate them, seconds; None where nothing was.
         switch_s: time of the switch, a failed one too, seconds.
+        weights: where the switch took the weights from; None where it placed none.
     """
 
     reads_in: SplitMode
@@ -36,6 +38,7 @@ class SwitchedRun:
     n_generated: int
     generate_s: float | None
     switch_s: float
+    weights: WeightsTier | None = None
 
     @property
     def prompt_tps(self) -> float | None:
@@ -93,8 +96,16 @@ class Payoff:
             }
             if seen.has_switched
             else None,
-            "rates": {"switch_s": seen.switch_s, "modes": rates},
+            "rates": {"switch_s": seen.switch_s, "modes": rates} | self._tier(),
         }
+
+    def _tier(self) -> dict[str, Any]:
+        """Say to which tier the time of a switch belongs; what pinned weights cost a token is in the rates already."""
+        seen = self.observed
+        if seen.weights is None or not seen.has_switched:
+            return {}
+        more = {"pinned_ms_per_token": 0.0} if seen.weights is WeightsTier.PINNED else {}
+        return {"tier_switch_s": {seen.weights.value: seen.switch_s}, **more}
 
 
 def look_back(seen: SwitchedRun, n_devices: int) -> Payoff:

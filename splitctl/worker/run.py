@@ -18,7 +18,7 @@ from splitctl.ipc.probes import Prober
 from splitctl.ipc.reserving import Reserver
 from splitctl.model.chat_messages import messages_from
 from splitctl.model.facts import ModelFacts
-from splitctl.outcome import Stage, SwitchOutcome, SwitchStatus
+from splitctl.outcome import Stage, SwitchOutcome, SwitchStatus, WeightsTier
 from splitctl.placement import Placement, SplitMode
 from splitctl.planning.payoff import SwitchedRun, look_back
 from splitctl.probing.free_memory import device_facts
@@ -142,6 +142,7 @@ class _Run:
             n_generated=len(self.tokens),
             generate_s=self.generate_ms / 1e3,
             switch_s=max(switch_ms, 0.0) / 1e3,
+            weights=None if self.switch["weights"] is None else WeightsTier(self.switch["weights"]),
         )
         return look_back(seen, self.n_devices).to_json()
 
@@ -262,7 +263,7 @@ def _read_prompt(session: Session, request: RunRequest, emit: Emit, steps: Steps
         raise ContextFull(0, len(tokens), asked)
     if _has_two_phases(state.reading, request):
         # The switch that is coming should not wait for the kernel to hand out pages.
-        session.reserve(len(tokens), proof=request.options.proof)
+        session.reserve(len(tokens), proof=request.options.proof, wait=False)
     emit(Progress("prompt", 0.0, f"{len(tokens)} tokens in {session.placement.mode.value} mode"))
     started = perf_counter()
     session.prefill(tokens, progress=lambda done, n: steps("prompt", done / n))

@@ -16,8 +16,19 @@ from hypothesis import strategies as st
 from splitctl.cli.main import main
 from splitctl.cli.output import ExitCode
 from splitctl.errors import ConfigInvalid
+from splitctl.outcome import WeightsTier
 from splitctl.placement import SplitMode
-from splitctl.planning.cost import MAX_TOKENS, Choice, ModeRates, Rates, RatesInvalid, Work, compare, parse_rates
+from splitctl.planning.cost import (
+    MAX_TOKENS,
+    PINNED_MS_PER_TOKEN,
+    Choice,
+    ModeRates,
+    Rates,
+    RatesInvalid,
+    Work,
+    compare,
+    parse_rates,
+)
 from splitctl.planning.payoff import SwitchedRun, look_back
 
 #: RTX 4070 and 3060, 27B Q5_K_M, q8_0 cache.
@@ -276,6 +287,83 @@ def test_whatever_the_file_holds(text: str | bytes) -> None:
         assert isinstance(parse_rates(text), Rates)
 
 
+# -- tiers of weights --------------------------------------------------------------------------------------------------
+
+_TIERS = {"file": 5.0, "pinned": 1.0, "resident": 0.2, "beside": 0.1}
+
+
+def test_a_switch_takes_the_time_of_its_tier() -> None:
+    """Its seconds, and for pinned weights what each token after it takes more; the break-even follows."""
+    rates = replace(_A, tier_switch_s=_TIERS, pinned_ms_per_token=0.5)
+    work = Work(58300, 1000)
+    plain = compare(replace(_A, switch_s=0.0), work).seconds[Choice.LAYER_TO_TENSOR]
+    found = {tier: compare(one, work) for tier, one in rates.tiers.items()}
+    seconds = {tier: one.seconds[Choice.LAYER_TO_TENSOR] - plain for tier, one in found.items()}
+    assert seconds == pytest.approx({"file": 5.0, "pinned": 1.5, "resident": 0.2, "beside": 0.1})
+    assert found["pinned"].seconds[Choice.TENSOR] == found["file"].seconds[Choice.TENSOR]
+    reading, writing = 1 / 507.92 - 1 / 807.57, 1 / 14.80 - 1 / 19.76
+    assert found["resident"].break_even.prompt == pytest.approx(0.2 / reading)
+    assert found["resident"].break_even.generate == pytest.approx(0.2 / writing)
+    assert found["pinned"].break_even.prompt == pytest.approx(1.0 / reading)
+    assert found["pinned"].break_even.generate == pytest.approx(1.0 / (writing - 0.0005))
+
+
+def test_pinned_weights_can_cost_more_than_a_mode_gains() -> None:
+    """Then no switch pays with them, and the sentence says that it is for the tokens, not for the modes."""
+    gain_ms = (1 / 14.80 - 1 / 19.76) * 1e3
+    dear = replace(_A, pinned_ms_per_token=gain_ms * 1.01).in_tier("pinned", 0.5)
+    found = compare(dear, Work(10**6, 10**6))
+    assert (found.switch, found.best.is_switch) == (None, False)
+    assert "no switch pays with these weights: no mode gains the 17.1" in found.sentence
+    assert compare(replace(dear, pinned_ms_per_token=gain_ms * 0.99).in_tier("pinned"), Work(1, 1)).switch is not None
+
+
+@given(_RATES, _WORK, st.floats(0.0, 10.0), st.floats(0.0, 1e4))
+def test_a_tier_is_judged_as_rates_of_its_own(rates: Rates, work: Work, ms: float, switch_s: float) -> None:
+    """Its break-even bounds what pays with it, and the file's row stays what it was."""
+    found = compare(replace(rates, pinned_ms_per_token=ms).in_tier("pinned", switch_s), work)
+    if found.best.is_switch:
+        assert found.break_even.generate is not None
+        assert work.generate >= found.break_even.generate * (1 - 1e-9)
+    body = found.to_json()["tiers"]
+    assert list(body) == ["file", "pinned"]
+    assert body["file"]["best"] == compare(rates, work).best.value
+    assert body["pinned"]["best"] == found.best.value
+
+
+def test_a_tier_that_nobody_measured_has_no_time() -> None:
+    """The error names the key of the file; its own time is the file's."""
+    assert _A.in_tier("file").switch_s == _A.switch_s
+    with pytest.raises(RatesInvalid, match=r"tier_switch_s.resident is missing; wanted: seconds of a switch"):
+        _A.in_tier("resident")
+
+
+def test_a_file_of_rates_may_have_times_of_tiers() -> None:
+    """They are read as strictly as the rest; without them a pinned token takes what is said to be usual."""
+    more = {"tier_switch_s": {"pinned": 0.9, "beside": 0}, "pinned_ms_per_token": 0.25}
+    rates = parse_rates(json.dumps(_file(_A) | more))
+    assert (rates.tier_switch_s, rates.pinned_ms_per_token) == ({"pinned": 0.9, "beside": 0.0}, 0.25)
+    assert (parse_rates(json.dumps(_file(_A))).pinned_ms_per_token, _A.tier_switch_s) == (PINNED_MS_PER_TOKEN, {})
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"tier_switch_s": {"auto": 1}}, "with 'auto'; wanted: an object with the keys file and pinned and resident"),
+        ({"tier_switch_s": {"pinned": None}}, "tier_switch_s.pinned is null, which means that nobody measured it"),
+        ({"tier_switch_s": {"file": -1}}, "tier_switch_s.file is -1"),
+        ({"tier_switch_s": 3}, "tier_switch_s is 3"),
+        ({"pinned_ms_per_token": "0.6"}, "pinned_ms_per_token is '0.6'"),
+        ({"pinned_ms_per_token": -0.5}, "pinned_ms_per_token is -0.5; wanted: a number from 0"),
+    ],
+)
+def test_times_of_tiers_that_are_none(more: dict[str, Any], said: str) -> None:
+    """Unknown tiers, and what is no time, are refused by name."""
+    with pytest.raises(RatesInvalid) as caught:
+        parse_rates(json.dumps(_file(_A) | more))
+    assert said in str(caught.value)
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -314,9 +402,39 @@ def test_explain_for_people(rates_a: Path, capfd: pytest.CaptureFixture[str]) ->
     assert "stay in tensor mode" in out
 
 
+def test_explain_judges_the_tier_that_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With its time and its milliseconds, and lists all tiers beside each other; --switch-s replaces the time."""
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps(_file(_A) | {"tier_switch_s": {"pinned": 1.0, "resident": 0.2}}))
+    asked = ["explain", "--rates", str(path), "--prompt", "58300", "--generate", "1000"]
+
+    def explained(*more: str) -> dict[str, Any]:
+        assert main([*asked, *more, "--json"]) == 0
+        body: dict[str, Any] = json.loads(capfd.readouterr().out)
+        return body
+
+    plain, resident = explained(), explained("--weights", "resident")
+    assert plain["tiers"] == resident["tiers"]
+    assert list(plain["tiers"]) == ["file", "pinned", "resident"]
+    assert [one["switch_s"] for one in plain["tiers"].values()] == [5.2, 1.0, 0.2]
+    assert [one["ms_per_token"] for one in plain["tiers"].values()] == [0.0, PINNED_MS_PER_TOKEN, 0.0]
+    assert plain["break_even"] == plain["tiers"]["file"]["break_even"]
+    assert resident["break_even"] == resident["tiers"]["resident"]["break_even"] == {"prompt": 274, "generate": 12}
+    assert resident["seconds"]["layer->tensor"] == pytest.approx(plain["seconds"]["layer->tensor"] - 5.0)
+    assert explained("--weights", "pinned", "--switch-s", "2")["tiers"]["pinned"]["switch_s"] == 2.0
+    assert main([*asked, "--weights", "resident"]) == 0
+    out, _ = capfd.readouterr()
+    assert "switch [s]" in out
+    (row,) = [line for line in out.splitlines() if "resident" in line]
+    assert [word for word in row.split() if word.isalnum()] == ["resident", "0", "274", "12"]
+
+
 @pytest.mark.parametrize(
     ("change", "code", "said"),
     [
+        (["--weights", "auto"], ExitCode.USAGE, "'file', 'pinned', 'resident'"),
+        (["--weights", "pinned"], ExitCode.FAILED, "tier_switch_s.pinned is missing"),
+        (["--switch-s", "-1"], ExitCode.USAGE, "--switch-s"),
         (["--cached", "58301"], ExitCode.USAGE, "58300 at most"),
         (["--prompt", "-1"], ExitCode.USAGE, "--prompt"),
         (["--generate", "1.5"], ExitCode.USAGE, "--generate"),
@@ -404,3 +522,16 @@ def test_hindsight_never_contradicts_the_whole_truth(
         best = compare(Rates(switch_s, layer, tensor), Work(n_prompt, n_generated)).seconds
         choice = Choice.TENSOR_TO_LAYER if opposite else Choice.LAYER_TO_TENSOR
         assert min(best[Choice.LAYER], best[Choice.TENSOR]) <= best[choice] * (1 + 1e-9)
+
+
+def test_rates_of_a_run_name_the_tier_of_its_switch() -> None:
+    """The time is that tier's, and what pinned weights cost a token is in the measured rate already."""
+    pinned = look_back(replace(_RUN, weights=WeightsTier.PINNED), 2).to_json()["rates"]
+    assert (pinned["tier_switch_s"], pinned["pinned_ms_per_token"]) == ({"pinned": 5.2}, 0.0)
+    for mode in pinned["modes"].values():
+        mode.update({name: value or 1.0 for name, value in mode.items()})
+    assert parse_rates(json.dumps(pinned)).in_tier("pinned").after_switch_ms == 0.0
+    resident = look_back(replace(_RUN, weights=WeightsTier.RESIDENT), 2).to_json()["rates"]
+    assert (resident["tier_switch_s"], "pinned_ms_per_token" in resident) == ({"resident": 5.2}, False)
+    back = replace(_RUN, generates_in=SplitMode.LAYER, weights=WeightsTier.FILE)
+    assert "tier_switch_s" not in look_back(back, 2).to_json()["rates"]
