@@ -17,7 +17,7 @@ from click.core import ParameterSource
 
 from splitctl.carry.sampling import RANDOM_SEED, SAMPLER_PARAMS, SamplerParam, SamplerSpec
 from splitctl.errors import ConfigInvalid
-from splitctl.outcome import Proof, SwitchOptions
+from splitctl.outcome import Proof, SwitchOptions, WeightsTier
 from splitctl.placement import (
     FLAGS,
     KV_TYPES,
@@ -93,6 +93,13 @@ def _servers(text: str) -> tuple[str, ...]:
     return servers
 
 
+def _tier(text: str) -> WeightsTier:
+    try:
+        return WeightsTier(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not one of {', '.join(tier.value for tier in WeightsTier)}") from error
+
+
 MODE = Parsed(f"[{'|'.join(mode.value for mode in SplitMode)}]", _mode)
 """A split mode."""
 
@@ -134,6 +141,15 @@ rpc_option = click.option(
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
 verbose_option = click.option("-v", "--verbose", is_flag=True, help="Show the library's own output on stderr.")
+weights_option = click.option(
+    "--weights",
+    type=Parsed("[file|pinned|resident|auto]", _tier),
+    default=WeightsTier.FILE.value,
+    show_default=True,
+    help="Where a switch takes the weights from. file: the library loads the file again. pinned: a copy in host memory "
+    "that the devices read directly. resident: both placements stay on the devices, if they fit. auto: whichever "
+    "pays.",
+)
 predict_option = click.option(
     "-n",
     "--predict",

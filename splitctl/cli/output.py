@@ -248,13 +248,22 @@ def switch_table(outcome: Mapping[str, Any]) -> Table:
     table = Table(title=f"switch to {outcome.get('requested')}: {outcome.get('status')}", title_justify="left")
     table.add_column("stage")
     table.add_column("time", justify="right")
+    table.add_column("GB/s", justify="right")
+    rates = outcome.get("stages_gb_s") or {}
     for stage, value in (outcome.get("stages_ms") or {}).items():
-        table.add_row(stage, ms(value))
+        rate = rates.get(stage)
+        table.add_row(stage, ms(value), "" if rate is None else f"{rate:,.2f}")
     table.add_section()
     table.add_row("total", ms(outcome.get("total_ms")))
     if outcome.get("fallback_ms") is not None:
         table.add_row("of it falling back", ms(outcome["fallback_ms"]))
+    if outcome.get("pause_ms") is not None:
+        table.add_row("nothing generated for", ms(outcome["pause_ms"]))
     table.add_row("state", mib(outcome.get("state_bytes")))
+    if outcome.get("carry_pinned") is not None:
+        table.add_row("state through", "pinned memory" if outcome["carry_pinned"] else "unpinned memory")
     table.add_row("weights", mib(outcome.get("weight_bytes")))
+    if outcome.get("weights") is not None:
+        table.add_row("weights from", str(outcome["weights"]))
     table.add_row("tokens carried", str(outcome.get("n_tokens")))
     return table

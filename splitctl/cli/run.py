@@ -25,12 +25,13 @@ from splitctl.cli.options import (
     sampler_options,
     switch_options,
     verbose_option,
+    weights_option,
 )
-from splitctl.cli.output import EXIT_OF_STATUS, ExitCode, Screen, error_body, print_json, switch_table
+from splitctl.cli.output import EXIT_OF_STATUS, ExitCode, Screen, error_body, print_json
 from splitctl.cli.prompts import read_prompt
-from splitctl.cli.switch import outcome_line
+from splitctl.cli.switch import outcome_line, show_switch
 from splitctl.ipc.jobs import RunRequest
-from splitctl.outcome import SwitchOptions
+from splitctl.outcome import SwitchOptions, WeightsTier
 from splitctl.placement import Placement, SplitMode
 
 _MAX_BATCH = 2**31 - 1
@@ -86,6 +87,7 @@ def _chunk(text: str) -> int:
     help="Most tokens of the prompt computed at once; auto takes the most that every device has memory for.",
 )
 @switch_options
+@weights_option
 @click.option(
     "--restore",
     type=click.Path(path_type=Path),
@@ -111,6 +113,7 @@ def run(
     prompt_batch: int | None,
     prompt_ubatch: int | None,
     options: SwitchOptions,
+    weights: WeightsTier,
     restore: Path | None,
     save: Path | None,
     placement: Placement,
@@ -145,6 +148,7 @@ def run(
         prompt_batch=prompt_batch,
         prompt_ubatch=prompt_ubatch,
         sampler_named=named(SAMPLER_PARAMS),
+        weights=weights,
     )
     answer = ask(request, screen)
     if answer.code is not ExitCode.DONE:
@@ -173,7 +177,7 @@ def _finish(body: dict[str, Any], screen: Screen) -> ExitCode:
         screen.line(_rates(body))
         return code
     if not screen.as_json:
-        screen.table(switch_table(outcome))
+        show_switch(outcome, screen)
     screen.line(_rates(body))
     if body["payoff"] is not None:
         screen.line(body["payoff"]["sentence"])

@@ -24,6 +24,7 @@ from splitctl.cli.options import (
     rpc_option,
     serving_placement_options,
     verbose_option,
+    weights_option,
 )
 from splitctl.cli.output import ExitCode, Screen, one_line, print_json
 from splitctl.cli.switch import outcome_line
@@ -33,6 +34,7 @@ from splitctl.errors import Refused, SplitctlError
 from splitctl.host.config import HostConfig
 from splitctl.host.events import SwitchEnded
 from splitctl.ipc.orders import AdapterFile
+from splitctl.outcome import WeightsTier
 from splitctl.placement import FLAGS, Placement
 from splitctl.places import state_folder
 
@@ -88,6 +90,7 @@ def _scaled_adapter(text: str) -> AdapterFile:
     metavar="S",
     help="Restart the process that holds the library if it makes no progress for this long.",
 )
+@weights_option
 @click.option("--force", is_flag=True, help="Open even if a trial in a child process failed.")
 @http_options
 @serving_placement_options
@@ -104,6 +107,7 @@ def serve(
     resume: bool,
     checkpoint_s: float | None,
     deadline_s: float,
+    weights: WeightsTier,
     force: bool,
     placement: Placement,
     library: Path | None,
@@ -131,6 +135,7 @@ def serve(
         checkpoint_s=checkpoint_s,
         resume=saved if resume else None,
         state_folder=folder,
+        weights=weights,
     )
     with claim(prepared(runtime_folder(os.environ)), session) as held:
         return asyncio.run(_Serving(config, held, screen, http).run())

@@ -31,7 +31,7 @@ def ps(*, session: str | None, screen: Screen) -> int:
     if not found and not screen.as_json:
         screen.line("no session is served; start one with splitctl serve -m MODEL")
         return ExitCode.DONE
-    return screen.answer({"sessions": found}, "\n".join(line for status in found for line in _lines(status)))
+    return screen.answer({"sessions": found}, "\n".join(line for status in found for line in status_lines(status)))
 
 
 def _status(address: Address) -> dict[str, Any] | None:
@@ -44,7 +44,8 @@ def _status(address: Address) -> dict[str, Any] | None:
         return {"name": address.name, "state": "silent", "error": {"kind": type(error).__name__, "message": str(error)}}
 
 
-def _lines(status: dict[str, Any]) -> Iterator[str]:
+def status_lines(status: dict[str, Any]) -> Iterator[str]:
+    """Say for people how a session is."""
     state = str(status.get("state"))
     mode = f" in {status['effective']} mode" if status.get("effective") and state != "parked" else ""
     yield f"{status.get('name')}: {state}{mode} (pid {status.get('pid')}, worker {status.get('worker_pid')})"
@@ -54,6 +55,10 @@ def _lines(status: dict[str, Any]) -> Iterator[str]:
     yield f"  model        {one_line(str(status['model'].get('name') or status['model'].get('path') or '-'))}"
     if status.get("placement"):
         yield f"  placement    {Placement.from_json(status['placement']).describe()}"
+    weights = status.get("weights")
+    if weights:
+        copy = {None: "", "complete": ", the copy is complete"}.get(weights["copy"], f", {weights['copy']} copied")
+        yield f"  weights      {weights['tier']}{copy}"
     held = [one["n_tokens"] for one in status["sequences"] if one["n_tokens"]]
     streams = f"{status['streams']} streams, {status['queued']} waiting"
     yield f"  sequences    {len(held)} of {len(status['sequences'])} hold {sum(held):,} tokens; {streams}"

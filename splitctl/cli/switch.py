@@ -24,7 +24,7 @@ from splitctl.cli.output import (
 from splitctl.control.client import Client, ControlAnswer, wait
 from splitctl.control.requests import CheckRequest, SwitchRequest
 from splitctl.ipc.jobs import Progress
-from splitctl.outcome import SwitchOptions
+from splitctl.outcome import Route, SwitchOptions, Via, WeightsTier
 from splitctl.placement import Changes, Placement, SplitMode
 
 _STDIN = 0
@@ -42,6 +42,14 @@ _LINE_BYTES = 4096
     metavar="S",
     help="Longest wait for the token boundary; without it, as long as it takes.",
 )
+@click.option(
+    "--via",
+    type=click.Choice([one.value for one in Route]),
+    default=Route.AUTO.value,
+    show_default=True,
+    help="Where the target is built. beside: in a second process, while the first one serves. in-place: in the process "
+    "that serves, which frees the old placement first. auto: beside where both fit.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what would happen, and change nothing.")
 @changes_options
 @with_screen
@@ -51,6 +59,7 @@ def switch(
     session: str | None,
     options: SwitchOptions,
     timeout_s: float | None,
+    via: str,
     dry_run: bool,
     changes: Changes,
     screen: Screen,
@@ -63,10 +72,10 @@ def switch(
     if not changes:
         raise click.UsageError("name what is to change: --to MODE, or a placement flag such as -c or --device")
     if dry_run:
-        body = ask_host(session, CheckRequest(changes, options.convert, options.force))
+        body = ask_host(session, CheckRequest(changes, options.convert, options.force, Route(via)))
         screen.answer(body, "\n".join(_check_lines(body)))
         return ExitCode.REFUSED if body.get("reasons") else ExitCode.DONE
-    request = SwitchRequest(changes, options.proof, options.convert, options.force, timeout_s)
+    request = SwitchRequest(changes, options.proof, options.convert, options.force, timeout_s, Route(via))
     asks = not screen.as_json and sys.stdin.isatty() and screen.console.is_terminal
     outcome = _switch(session, request, screen, asks=asks)
     if outcome is None:
@@ -123,7 +132,7 @@ def _show_outcome(outcome: dict[str, Any], screen: Screen) -> ExitCode:
         is_cancelled = code is ExitCode.CANCELLED
         print_json(error_body("Cancelled", str(outcome.get("reason")), code, outcome) if is_cancelled else outcome)
     elif outcome.get("status") not in {"unchanged", "refused"}:
-        screen.table(switch_table(outcome))
+        show_switch(outcome, screen)
     if code is not ExitCode.DONE:
         screen.line(f"splitctl: {outcome_line(outcome)}")
     elif not screen.as_json:
@@ -132,6 +141,17 @@ def _show_outcome(outcome: dict[str, Any], screen: Screen) -> ExitCode:
         at = outcome["parked_at"]
         screen.line(f"splitctl: the session is parked at {at}; splitctl restore {at} brings it back")
     return code
+
+
+def show_switch(outcome: dict[str, Any], screen: Screen) -> None:
+    """Lay out a switch on stderr, and say why it did not go the way that was asked for, from the outcome object."""
+    screen.table(switch_table(outcome))
+    for what, why in (
+        (f"weights from {outcome.get('weights')}", outcome.get("weights_reason")),
+        ("state through unpinned memory", outcome.get("carry_pinned_reason")),
+    ):
+        if why:
+            screen.line(f"{what}: {one_line(str(why))}")
 
 
 def outcome_line(outcome: dict[str, Any]) -> str:
@@ -145,6 +165,10 @@ def outcome_line(outcome: dict[str, Any]) -> str:
     parts = [f"switched to {outcome.get('effective')} in {outcome.get('total_ms') or 0.0:,.0f} ms"]
     n_sequences = outcome.get("n_sequences")
     n_tokens = outcome.get("n_tokens") or 0
+    if outcome.get("weights") not in {None, WeightsTier.FILE.value}:
+        parts.append(f"weights {outcome['weights']}")
+    if outcome.get("via") == Via.BESIDE.value:
+        parts.append(f"nothing was generated for {outcome.get('pause_ms') or 0.0:,.0f} ms")
     parts.append(f"{n_tokens:,} tokens of {n_sequences} sequence{'' if n_sequences == 1 else 's'} carried")
     parts += [f"converted: {one}" for one in outcome.get("conversions") or ()]
     parts.append("confirmed" if outcome.get("confirmed") else "the first decode will confirm it")

@@ -15,7 +15,7 @@ from splitctl.carry.sampling import SamplerSpec
 from splitctl.errors import ConfigInvalid
 from splitctl.ipc.wire import LATER, kinds_of
 from splitctl.model.chat_messages import refuse_unreadable, refuse_unsound
-from splitctl.outcome import Proof, SwitchOptions
+from splitctl.outcome import Proof, Route, SwitchOptions
 from splitctl.placement import Changes
 
 #: A longer line is no request [bytes].
@@ -33,7 +33,7 @@ class StatusRequest:
 
 @dataclass(frozen=True, slots=True)
 class SwitchRequest:
-    """Move the session; proof, convert and force as in `SwitchOptions`.
+    """Move the session; proof, convert, force and via as in `SwitchOptions`.
 
     Attributes:
         changes: fields of the placement that change.
@@ -45,6 +45,7 @@ class SwitchRequest:
     convert: bool = True
     force: bool = False
     timeout_s: float | None = None
+    via: Route = field(default=Route.AUTO, metadata=LATER)
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not 0.0 <= self.timeout_s <= _MAX_TIMEOUT_S:
@@ -53,7 +54,7 @@ class SwitchRequest:
     @property
     def options(self) -> SwitchOptions:
         """How the switch is to be done."""
-        return SwitchOptions(self.proof, self.convert, self.force)
+        return SwitchOptions(self.proof, self.convert, self.force, self.via)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +64,12 @@ class CheckRequest:
     changes: Changes
     convert: bool = True
     force: bool = False
+    via: Route = field(default=Route.AUTO, metadata=LATER)
 
     @property
     def options(self) -> SwitchOptions:
         """How the switch would be done."""
-        return SwitchOptions(convert=self.convert, force=self.force)
+        return SwitchOptions(convert=self.convert, force=self.force, via=self.via)
 
 
 @dataclass(frozen=True, slots=True)

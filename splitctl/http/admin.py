@@ -99,6 +99,7 @@ class Admin:
                 "modalities": {"vision": False, "audio": False},
                 "split_mode": {"requested": status.get("requested"), "effective": status.get("effective")},
                 "placement": placement,
+                "weights": status.get("weights"),
                 "session": status.get("name"),
                 "has_files": self._folder is not None,
             }

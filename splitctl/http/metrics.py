@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from splitctl.control.server import SessionService
 from splitctl.host.config import HostState
 from splitctl.host.streams import Why
+from splitctl.outcome import WeightsTier
 from splitctl.placement import SplitMode
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -88,6 +89,16 @@ class _Session(Collector):
         for offered in SplitMode:
             mode.add_metric([offered.value], float(offered.value == status.get("effective")))
         yield mode
+        tier = GaugeMetricFamily(
+            "splitctl_weights_tier", "1 for where switches take the weights from.", labels=["tier"]
+        )
+        for wanted in WeightsTier:
+            tier.add_metric([wanted.value], float(wanted.value == (status.get("weights") or {}).get("tier")))
+        yield tier
+        pause = (status.get("last_switch") or {}).get("pause_ms")
+        if pause is not None:
+            text = "How long the last switch let nothing be generated."
+            yield GaugeMetricFamily("splitctl_switch_pause_seconds", text, value=pause * _MS)
         for name, text, value in (
             ("llamacpp:prompt_tokens", "Prompt tokens processed, without cached ones.", totals.get("n_read")),
             ("llamacpp:prompt_tokens_cached", "Prompt tokens that a sequence held already.", totals.get("n_reused")),

@@ -15,7 +15,9 @@ from click.testing import CliRunner
 from splitctl.carry.sampling import RANDOM_SEED, SamplerSpec
 from splitctl.cli.main import main
 from splitctl.cli.options import changes_options, placement_options, sampler_options, serving_placement_options
-from splitctl.cli.output import ExitCode, error_body, one_line, print_json, switch_table
+from splitctl.cli.output import ExitCode, Screen, error_body, one_line, print_json, switch_table
+from splitctl.cli.sessions import status_lines
+from splitctl.cli.switch import outcome_line, show_switch
 from splitctl.placement import FlashAttn, Placement, SplitMode
 
 _RUN = ["run", "-m", "model.gguf", "-p", "hi", "--device", "CPU,CPU"]
@@ -56,6 +58,9 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         ([*_RUN, "--seed", "99999999999"], "4294967295"),
         ([*_RUN, "--stop", ""], "not empty"),
         ([*_RUN, "--proof", "faith"], "positions"),
+        ([*_RUN, "--weights", "cloud"], "auto, file, pinned, resident"),
+        (["serve", "-m", "x", "--weights", ""], "auto, file, pinned, resident"),
+        (["switch", "--to", "tensor", "--via", "moon"], "'auto', 'beside', 'in-place'"),
         ([*_RUN, "--nonsense"], "--nonsense"),
         (["nonsense"], "nonsense"),
     ],
@@ -315,3 +320,70 @@ def test_the_table_shows_every_stage() -> None:
         "saving", "proving", "total", "of it falling back", "state", "weights", "tokens carried",
     ]  # fmt: skip
     assert list(table.columns[1].cells) == ["1.5 ms", "-", "2.0 ms", "0.5 ms", "1.0 MiB", "-", "3"]
+
+
+_BESIDE = {
+    "requested": "tensor",
+    "status": "switched",
+    "effective": "tensor",
+    "stages_ms": {"saving": 50.0, "placing": 490.0},
+    "stages_gb_s": {"saving": 53.0, "placing": None},
+    "total_ms": 700.0,
+    "pause_ms": 80.0,
+    "state_bytes": 1024 * 1024,
+    "weight_bytes": 1024 * 1024,
+    "weights": "pinned",
+    "weights_reason": "resident does not fit\nbeside it",
+    "carry_pinned": False,
+    "carry_pinned_reason": "there is no libcuda.so.1",
+    "via": "beside",
+    "n_tokens": 3,
+    "n_sequences": 1,
+    "confirmed": True,
+}
+
+
+def test_the_table_shows_the_tier_and_how_fast_each_stage_was() -> None:
+    """Rates beside times; the pause, and the ways of weights and state."""
+    table = switch_table(_BESIDE)
+    assert list(table.columns[2].cells)[:2] == ["53.00", ""]
+    shown = dict(zip(table.columns[0].cells, table.columns[1].cells, strict=True))
+    assert (shown["nothing generated for"], shown["weights from"]) == ("80.0 ms", "pinned")
+    assert shown["state through"] == "unpinned memory"
+    assert {"state through", "weights from", "nothing generated for"}.isdisjoint(
+        switch_table({**_BESIDE, "pause_ms": None, "weights": None, "carry_pinned": None}).columns[0].cells
+    )
+
+
+def test_a_switch_says_why_it_did_not_go_as_asked(capfd: pytest.CaptureFixture[str]) -> None:
+    """One line for the weights and one for the state, and none where all went as asked."""
+    show_switch(_BESIDE, Screen(as_json=False))
+    told = capfd.readouterr().err.splitlines()[-2:]
+    assert told == [
+        "weights from pinned: resident does not fit beside it",
+        "state through unpinned memory: there is no libcuda.so.1",
+    ]
+    show_switch({**_BESIDE, "weights_reason": "", "carry_pinned_reason": ""}, Screen(as_json=False))
+    assert "tokens carried" in capfd.readouterr().err.splitlines()[-2]
+
+
+def test_the_line_of_a_switch_names_what_is_unusual() -> None:
+    """Weights of another tier than the file, and how long nothing was generated beside; else it is as it was."""
+    assert outcome_line(_BESIDE) == (
+        "switched to tensor in 700 ms; weights pinned; nothing was generated for 80 ms; "
+        "3 tokens of 1 sequence carried; confirmed"
+    )
+    plain = {**_BESIDE, "weights": "file", "via": "composed"}
+    assert outcome_line(plain) == "switched to tensor in 700 ms; 3 tokens of 1 sequence carried; confirmed"
+
+
+def test_a_status_names_the_tier_of_its_weights() -> None:
+    """And how much of the copy is there; a host that says nothing of it is shown without."""
+    status: dict[str, Any] = {
+        "name": "a", "state": "serving", "model": {}, "sequences": [], "streams": 0, "queued": 0,
+        "tokens_per_second": {},
+    }  # fmt: skip
+    assert not [line for line in status_lines(status) if "weights" in line]
+    for copy, words in ((None, ""), ("42 %", ", 42 % copied"), ("complete", ", the copy is complete")):
+        told = list(status_lines({**status, "weights": {"tier": "pinned", "copy": copy}}))
+        assert f"  weights      pinned{words}" in told

@@ -21,8 +21,8 @@ from splitctl.control.requests import (
     StopRequest,
     SwitchRequest,
 )
-from splitctl.ipc.wire import from_line, to_line
-from splitctl.outcome import Proof
+from splitctl.ipc.wire import MessageInvalid, from_line, to_line
+from splitctl.outcome import Proof, Route
 from splitctl.placement import Changes, FlashAttn, Placement, SplitMode
 
 KEPT = Path(__file__).parents[2] / "golden" / "control" / "requests.jsonl"
@@ -70,3 +70,17 @@ def test_the_kept_lines_leave_nothing_out() -> None:
     assert not [name for name, value in TARGET.to_json().items() if value == defaults[name]]
     assert Placement(**CHANGES) == TARGET
     assert not [name for name, value in asdict(SAMPLER).items() if value == asdict(SamplerSpec())[name]]
+
+
+def test_the_route_of_a_switch_is_written_where_it_is_named() -> None:
+    """A host of the first release still reads a switch that names none; the wanted words stand in the error."""
+    for kind in (SwitchRequest, CheckRequest):
+        asked = kind(Changes(mode=SplitMode.TENSOR), via=Route.IN_PLACE)
+        line = to_line(asked, REQUESTS)
+        assert b'"via":"in-place"' in line
+        assert from_line(line, REQUESTS, max_bytes=MAX_REQUEST_BYTES) == asked
+        assert asked.options.via is Route.IN_PLACE
+        with pytest.raises(
+            MessageInvalid, match="'via' of the message is 'moon'; wanted: one of auto, beside, in-place"
+        ):
+            from_line(line.replace(b"in-place", b"moon"), REQUESTS, max_bytes=MAX_REQUEST_BYTES)

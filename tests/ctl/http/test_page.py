@@ -57,6 +57,7 @@ def test_a_switch_that_is_clicked_happens(server: Web, page: Browser) -> None:
     assert (status["effective"], status["recent_switches"][-1]["status"]) == ("tensor", "switched")
     timeline = page.text("#timeline")
     assert "switched: to tensor, serving tensor" in timeline
+    assert "weights from file" in timeline
     for stage, ms in status["recent_switches"][-1]["stages_ms"].items():
         assert (stage in timeline) == (ms is not None)
     page.until("document.querySelector('button.here').dataset.mode === 'tensor'")

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from urllib.parse import quote
 
 import pytest
@@ -22,6 +23,7 @@ from splitctl.host.streams import Done, Stream, Why
 from splitctl.http import HttpConfig, intake
 from splitctl.http.intake import HttpLimits
 from splitctl.ipc.jobs import Fault
+from splitctl.outcome import Route, SwitchOptions
 from tests.ctl.http_fake import WAIT_S, Site, rest, site
 from tests.ctl.web import Answer, events
 
@@ -118,6 +120,25 @@ def test_a_session_that_is_gone_is_503(shared: Site) -> None:
     shared.session.state = "serving"
     assert shared.post(TEXT, ASKS).status == 429
     assert shared.post("/split-mode", {"to": "tensor"}).status == 409
+
+
+def test_a_switch_may_name_its_route(shared: Site) -> None:
+    """It reaches the session, of a dry run too; another word is refused with those that are wanted."""
+    asked: list[SwitchOptions] = []
+    switch, check = shared.session.switch, shared.session.check
+
+    async def noted(changes: Any, options: SwitchOptions, **more: Any) -> dict[str, Any]:
+        asked.append(options)
+        return await (switch(changes, options, **more) if more else check(changes, options))
+
+    with mock.patch.multiple(shared.session, switch=noted, check=noted):
+        for body in ({"to": "tensor", "via": "in-place"}, {"to": "tensor", "via": "beside", "dry_run": True}):
+            assert shared.post("/split-mode", body).status == 200
+        assert shared.post("/split-mode", {"to": "tensor", "via": None}).status == 200
+    assert [one.via for one in asked] == [Route.IN_PLACE, Route.BESIDE, Route.AUTO]
+    refused = shared.post("/split-mode", {"to": "tensor", "via": "moon"})
+    assert (refused.status, refused.error["param"]) == (400, "via")
+    assert "auto, beside, in-place" in refused.error["message"]
 
 
 # -- connections -------------------------------------------------------------------------------------------------------
@@ -690,6 +711,18 @@ def test_numbers_say_since_when_they_count(shared: Site) -> None:
     """The start of the process is a header, as in llama-server."""
     shared.session.more = {"started_at": 1234.5}
     assert shared.get("/metrics").headers["process-start-time-unix"] == "1234"
+
+
+def test_numbers_name_the_tier_and_the_pause_of_the_last_switch(shared: Site) -> None:
+    """The tier as a label; no pause before there was a switch."""
+    shared.session.more = {"weights": {"tier": "pinned", "copy": "complete"}}
+    numbers = shared.get("/metrics").raw.decode()
+    assert 'splitctl_weights_tier{tier="pinned"} 1.0' in numbers
+    assert 'splitctl_weights_tier{tier="file"} 0.0' in numbers
+    assert "splitctl_switch_pause_seconds" not in numbers
+    assert shared.get("/props").body["weights"] == {"tier": "pinned", "copy": "complete"}
+    shared.session.more = {"last_switch": {"pause_ms": 80.0}}
+    assert "splitctl_switch_pause_seconds 0.08\n" in shared.get("/metrics").raw.decode()
 
 
 def test_numbers_have_no_created_series(shared: Site) -> None:
