@@ -271,6 +271,7 @@ class Supervisor:
             "worker_pid": self.worker_pid,
             "model": dict(self._model),
             "placement": switches.effective.to_json(),
+            "weights": {"tier": self._config.weights.value, "copy": None},
             "requested": asked,
             "effective": mode if self._state is HostState.SERVING else None,
             "sequences": ledger.status(),
