@@ -21,6 +21,7 @@ from llama_native.errors import (
     Reentered,
     RpcServerUnusable,
     SecondLibrary,
+    TensorUnknown,
     UnknownDevice,
     UnsupportedAbi,
 )
@@ -28,7 +29,7 @@ from llama_native.library import Library
 from llama_native.logs import LogTail
 from llama_native.model import Adapter, Model
 from llama_native.params import ContextParams, FlashAttn, KvType, LoadMode, ModelParams, SplitMode
-from llama_native.pinning import Pin, link_gb_s, pin
+from llama_native.pinning import Pin, link_gb_s, pin, pinnable
 from llama_native.rpc import greet as greet_rpc_server
 from llama_native.sampling import CANDIDATE_BYTES, ChainParams, SamplerChain
 from llama_native.state import (
@@ -39,6 +40,7 @@ from llama_native.state import (
     state_set,
     state_size,
 )
+from llama_native.user_model import Weights, load_user_model
 
 __all__ = [
     "CANDIDATE_BYTES",
@@ -69,13 +71,17 @@ __all__ = [
     "SamplerChain",
     "SecondLibrary",
     "SplitMode",
+    "TensorUnknown",
     "UnknownDevice",
     "UnsupportedAbi",
+    "Weights",
     "capabilities",
     "discover",
     "greet_rpc_server",
     "link_gb_s",
+    "load_user_model",
     "pin",
+    "pinnable",
     "sequence_state_get",
     "sequence_state_set",
     "sequence_state_size",

@@ -206,7 +206,7 @@ def pin(library: Library, devices: Sequence[str], buffer: Buffer) -> Pin | str:
     Returns:
         The pin, or in one sentence why there is none: "" where no device would gain by it.
     """
-    ordinals = cuda_ordinals(library, devices)
+    ordinals = pinnable(library, devices)
     if not ordinals:
         return ""
     driver = _driver()
@@ -218,7 +218,7 @@ def pin(library: Library, devices: Sequence[str], buffer: Buffer) -> Pin | str:
         return f"memory could not be pinned: {error}"
 
 
-def cuda_ordinals(library: Library, devices: Sequence[str]) -> dict[str, int]:
+def pinnable(library: Library, devices: Sequence[str]) -> dict[str, int]:
     """Say which devices gain by pinned memory, and the driver's number of each.
 
     Args:
@@ -246,7 +246,7 @@ def link_gb_s(library: Library, device: str) -> dict[str, float] | None:
         "to" and "from" the device, GB/s (1e9 bytes), the median of three copies of 64 MiB each; None where the device
         does not gain by pinned memory, or it could not be measured.
     """
-    ordinals = cuda_ordinals(library, (device,))
+    ordinals = pinnable(library, (device,))
     driver = _driver() if ordinals else ""
     if isinstance(driver, str):
         return None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from splitctl.carry.digest import digest
 from splitctl.errors import CarryDamaged
 from splitctl.placement import Placement
 
@@ -27,7 +28,7 @@ class Seal:
     Attributes:
         arena: which of the session's two arenas holds it, 0 or 1.
         state_bytes: the library's bytes, from the arena's start.
-        state_digest: xxh3-128 of them, 32 hex digits.
+        state_digest: their checksum (`splitctl.carry.digest`), 32 hex digits.
         rest_offset: where everything else of the carry begins, bytes from the arena's start.
         rest_bytes: its length: a carry as `splitctl.carry.file` writes it, without the state.
         rest_digest: xxh3-128 of it.
@@ -43,14 +44,14 @@ class Seal:
     placement: Placement
 
 
-def put(arena: Arena, index: int, carry: Carry, digest: bytes) -> Seal:
+def put(arena: Arena, index: int, carry: Carry, checksum: bytes) -> Seal:
     """Put what belongs to a state behind it, so that the arena holds the whole carry; returns where everything lies.
 
     Args:
         arena: shared memory, whose first bytes are the carry's state.
         index: which of the session's arenas it is.
         carry: the carry.
-        digest: xxh3-128 of its state.
+        checksum: that of its state (`splitctl.carry.digest`).
 
     Raises:
         CarryDamaged: the carry contradicts itself.
@@ -65,7 +66,7 @@ def put(arena: Arena, index: int, carry: Carry, digest: bytes) -> Seal:
     end = offset + len(rest)
     arena.reserve(end)
     arena.view(end)[offset:] = rest
-    return Seal(index, n_state, digest.hex(), offset, len(rest), xxhash.xxh3_128_hexdigest(rest), carry.placement)
+    return Seal(index, n_state, checksum.hex(), offset, len(rest), xxhash.xxh3_128_hexdigest(rest), carry.placement)
 
 
 def take(arena: Arena, seal: Seal) -> Carry:
@@ -83,7 +84,8 @@ def take(arena: Arena, seal: Seal) -> Carry:
     arena.reserve(end)
     whole = arena.view(end)
     state, rest = whole[: seal.state_bytes], bytes(whole[seal.rest_offset :])
-    for what, data, digest in (("its state", state, seal.state_digest), ("all but its state", rest, seal.rest_digest)):
-        if xxhash.xxh3_128_hexdigest(data) != digest:
+    found = {"its state": digest(state).hex(), "all but its state": xxhash.xxh3_128_hexdigest(rest)}
+    for (what, checksum), sealed in zip(found.items(), (seal.state_digest, seal.rest_digest), strict=True):
+        if checksum != sealed:
             raise CarryDamaged(None, f"what it was sealed with is not the checksum of {what}")
     return dataclasses.replace(carries.from_bytes(rest).carry, state=state.toreadonly())

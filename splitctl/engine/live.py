@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llama_native import CallFailed
+from llama_native import CallFailed, pin, pinnable
 from splitctl.carry.arena import Arenas
+from splitctl.carry.growth import Growth
 from splitctl.engine.slot import Slot
 from splitctl.engine.turn import Turn
 from splitctl.errors import Cancelled, ConfigInvalid, ContextFull, Parked
-from splitctl.host_memory import host_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 _RC_ABORTED = 2
 _BYTES_PER_FLOAT = 4
+#: After so many new tokens the memory for saved states is held against what the sequences hold.
+_LOOK_AFTER = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,10 @@ class LiveSession:
         """Held while anything is freed or placed, and while free memory is read: the two must not meet (law 5)."""
         self.slots = {seq_id: Slot(seq_id) for seq_id in range(placement.n_seq_max)}
         self.arenas = arenas or Arenas()
+        self.growth = Growth(self.arenas)
+        self._n_kept_ahead = 0
+        self._n_unlooked = 0
+        self._choose_pinner()
         self.n_decodes = 0
         self.pending_shift = False
         self.state_shape: tuple[frozenset[int], tuple[str, ...], bool | None, tuple[bool, ...]] | None = None
@@ -98,6 +105,9 @@ class LiveSession:
 
     def serve_in(self, placement: Placement) -> None:
         """Note where the session serves now, and have a slot for each sequence that the context can hold."""
+        if placement.devices != self.placement.devices:
+            self.placement = placement
+            self._choose_pinner()
         self.placement = placement
         for seq_id in range(placement.n_seq_max):
             self.slots.setdefault(seq_id, Slot(seq_id))
@@ -114,21 +124,56 @@ class LiveSession:
         context = self.engine.live_context
         return {seq_id: (context.pos_min(seq_id), context.pos_max(seq_id)) for seq_id in range(context.n_seq_max)}
 
-    def reserve(self, n_tokens: int, *, n_copies: int) -> int:
+    def _choose_pinner(self) -> None:
+        """Have the memory for saved states pinned where a device of the placement gains by it."""
+        library, devices = self.engine.library, self.placement.devices
+        for arena in self.arenas.both:
+            arena.pinner = partial(pin, library, devices) if pinnable(library, devices) else None
+
+    def reserve(self, n_tokens: int, *, n_copies: int, wait: bool) -> int:
         """Hold ``n_copies`` (1 or 2) arenas for a state of ``n_tokens``, if the host keeps as much free again.
+
+        From then on they grow ahead of what the sequences hold. Without ``wait`` it has only begun.
 
         Returns:
             Bytes held by the arenas now.
         """
-        placement = self.placement
+        self.keep_ahead(n_copies)
         if self.has_memory:
-            n_bytes = self.facts.state_bytes(
-                n_tokens, placement.type_k, placement.type_v, n_sequences=placement.n_seq_max
-            )
-            if host_memory().available > 2 * n_copies * n_bytes:
-                for arena in self.arenas.both[:n_copies]:
-                    arena.reserve(n_bytes)
+            # What another process made of them is needed here as well.
+            made = max(one.n_file_bytes for one in self.arenas.both)
+            self.growth.want(max(self._bytes_of(n_tokens), made), n_copies)
+        if wait:
+            self.growth.wait()
+            self.arenas.catch_up()
         return self.arenas.n_bytes
+
+    def keep_ahead(self, n_copies: int) -> None:
+        """Let so many arenas at least (1 or 2) grow ahead of what the sequences hold, from the next decode on."""
+        if n_copies > self._n_kept_ahead:
+            self._n_kept_ahead, self._n_unlooked = n_copies, _LOOK_AFTER
+
+    def expect(self, n_new: int) -> None:
+        """Have room for saving what the sequences hold and as many tokens more, twice, ahead of need."""
+        self._n_unlooked = 0
+        if not self._n_kept_ahead or not self.has_memory:
+            return
+        needed = self._bytes_of(sum(slot.n_past for slot in self.slots.values()) + n_new)
+        reserved = min(map(self.arenas.n_ahead, range(self._n_kept_ahead)))
+        if 2 * needed > reserved:
+            most = max(needed, self._bytes_of(self.engine.live_context.n_ctx))
+            self.growth.want(min(2 * max(needed, reserved), most), self._n_kept_ahead)
+
+    def _bytes_of(self, n_tokens: int) -> int:
+        """Tell how much a sealed state of so many tokens takes, with one row of logits a sequence."""
+        placement = self.placement
+        n_bytes = self.facts.state_bytes(n_tokens, placement.type_k, placement.type_v, n_sequences=placement.n_seq_max)
+        return n_bytes + placement.n_seq_max * self.n_vocab * _BYTES_PER_FLOAT
+
+    def close_arenas(self) -> None:
+        """Stop growing and unpin; no call of the library may be under way."""
+        self.growth.close()
+        self.arenas.close()
 
     def check_room(self, seq_id: int, n_new: int) -> None:
         """Refuse tokens that the cache has no cells for, before anything is decoded.
@@ -180,6 +225,8 @@ class LiveSession:
             llama_native.CallFailed: the library refused or failed.
         """
         context = self.engine.live_context
+        if self.arenas.is_behind:
+            self.arenas.catch_up()
         try:
             context.decode(batch.tokens, batch.positions, batch.seq_ids, batch.outputs)
         except CallFailed as error:
@@ -188,6 +235,9 @@ class LiveSession:
             raise
         self.n_decodes += 1
         self.pending_shift = False
+        self._n_unlooked += len(batch.tokens)
+        if self._n_unlooked >= _LOOK_AFTER:
+            self.expect(len(batch.tokens))
         wanted = [index for index, output in enumerate(batch.outputs) if output]
         if self.facts.is_encoder_only:
             rows = {index: context.embeddings(index, batch.seq_ids[index]) for index in wanted}

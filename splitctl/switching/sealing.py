@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-
-import xxhash
 
 import statecodec
 from splitctl.engine.live import LiveSession
@@ -22,7 +19,7 @@ class SealedState:
     Args:
         view: its bytes, in an arena.
         arena: which of the session's arenas; None for a model without a memory.
-        digest: xxh3-128 of them.
+        digest: their checksum (`splitctl.carry.digest`), bytes[16].
         positions: sequence id -> first and last position when it was saved.
         n_tokens: tokens of all sequences.
         n_sequences: sequences that hold anything.
@@ -38,27 +35,6 @@ class SealedState:
     n_sequences: int
     version: int = 0
     is_foreign: bool = False
-
-
-class Digest:
-    """The xxh3-128 of a buffer, taken beside other work: the hash lets other threads run.
-
-    Lifetime: the buffer must not change, nor go away, before :meth:`result`.
-    """
-
-    def __init__(self, view: memoryview) -> None:
-        self._view = view
-        self._digest = b""
-        self._thread = threading.Thread(target=self._take, name="seal", daemon=True)
-        self._thread.start()
-
-    def _take(self) -> None:
-        self._digest = xxhash.xxh3_128_digest(self._view)
-
-    def result(self) -> bytes:
-        """Wait for the end and return the digest, bytes[16]."""
-        self._thread.join()
-        return self._digest or xxhash.xxh3_128_digest(self._view)
 
 
 def contradictions(live: LiveSession, view: memoryview, wanted: Mapping[int, int]) -> tuple[str, int]:

@@ -14,13 +14,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
-import xxhash
-
 import statecodec
 from llama_native import CallFailed, NativeError, state_get, state_set, state_size
+from splitctl.carry.digest import Digest, digest
 from splitctl.errors import CannotConvert, CarryDamaged, Reason, Refused, SplitctlError, StateUnsound
 from splitctl.switching import conversion
-from splitctl.switching.sealing import Digest, SealedState, contradictions
+from splitctl.switching.sealing import SealedState, contradictions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -48,10 +47,13 @@ class Transfer:
         self.conversions: tuple[str, ...] = ()
         self.on_sealed: Callable[[SealedState, int], None] | None = None
         """Called with every sealed state that is kept, and its arena; what this raises fails the sealing."""
+        self.pinned: tuple[bool | None, str] = (None, "")
+        """Whether the last saved state lies in pinned memory, None where nothing would gain; and why it does not."""
         self._saved: _Saved | None = None
         self._fresh: SealedState | None = None
         self._plan: conversion.Plan | None = None
         self._converted: memoryview | None = None
+        self._given: memoryview | None = None
 
     def save(self) -> None:
         """Copy the state out, beside a sealed original that is still kept.
@@ -60,7 +62,10 @@ class Transfer:
             StateUnsound: the library wrote another number of bytes than it announced.
             llama_native.CallFailed: it wrote nothing.
         """
+        self.live.keep_ahead(1)
         self._saved = self._take()
+        arena = self._saved.arena
+        self.pinned = (None, "") if arena is None else self.live.arenas.both[arena].pinned
 
     def seal(self, target: Placement) -> None:
         """Parse what was saved, hold it against the session, checksum it; convert a copy where the target needs it.
@@ -85,6 +90,22 @@ class Transfer:
             self._converted, self.conversions = conversion.convert(state, plan, shown)
         except statecodec.NotRepresentable as error:
             raise CannotConvert(str(error)) from error
+
+    def seal_as_it_is(self) -> SealedState:
+        """Seal what was saved, for another process; returns it. The original of a trial becomes the same.
+
+        Raises:
+            StateUnsound: the bytes do not parse, or bytes, library and session disagree.
+        """
+        if self._saved is None:
+            raise AssertionError("sealing comes after saving")
+        saved, self._saved = self._saved, None
+        sealed = self._sealed(saved)
+        if self.kept is not None:
+            sealed = dataclasses.replace(sealed, is_foreign=self._plan is not None)
+            self._keep(sealed)
+        self.report(sealed)
+        return sealed
 
     def accept(self) -> None:
         """Let what was sealed now be the original: the switch is past the point where a trial before it counts."""
@@ -129,14 +150,26 @@ class Transfer:
             return f"positions (saved, restored) differ: {moved}"
         if not read_back:
             return ""
-        given, digest = sealed.view, sealed.digest
+        given, wanted = sealed.view, sealed.digest
         if self._converted is not None:
-            given, digest = self._converted, xxhash.xxh3_128_digest(self._converted)
-        _, view = live.arenas.writable(len(given))
-        n = state_get(live.engine.live_context, view)
+            given, wanted = self._converted, digest(self._converted)
+        live.keep_ahead(2)
+        return self._unlike(given, wanted)
+
+    def unlike_what_was_given(self) -> str:
+        """Read back what :meth:`replace` gave the library, and let go of it; says what differs, "" for nothing."""
+        given, self._given = self._given, None
+        if not given or not self.live.has_memory:
+            return ""
+        return self._unlike(given, digest(given))
+
+    def _unlike(self, given: memoryview, wanted: bytes) -> str:
+        """Say how what the library holds differs from bytes of a checksum; "" where it does not."""
+        _, view = self.live.arenas.writable(len(given))
+        n = state_get(self.live.engine.live_context, view)
         if n != len(given):
             return f"{len(given)} bytes were restored and {n} read back"
-        return "" if xxhash.xxh3_128_digest(view) == digest else "the restored state does not read back byte for byte"
+        return "" if digest(view) == wanted else "the restored state does not read back byte for byte"
 
     def enter_trial(self) -> None:
         """Keep the sealed original only."""
@@ -193,13 +226,16 @@ class Transfer:
         self.kept = sealed
         self.live.arenas.original = None if sealed is None else sealed.arena
 
-    def replace(self, state: memoryview, slots: dict[int, Slot], *, refit: bool = False) -> tuple[str, ...]:
+    def replace(
+        self, state: memoryview, slots: dict[int, Slot], *, refit: bool = False, is_read_back: bool = False
+    ) -> tuple[str, ...]:
         """Put other sequences in place of those that the session holds.
 
         Args:
             state: their bytes; empty: the tokens are read again.
             slots: the sequences, by id.
             refit: the bytes come from another layout and are rewritten as this context writes them.
+            is_read_back: :meth:`unlike_what_was_given` comes next.
 
         Returns:
             One phrase a change that the bytes needed.
@@ -225,6 +261,7 @@ class Transfer:
                     state, changes = conversion.fit(state, self._shown())
                     self._hold_against(state, wanted)
                 self._give(state)
+                self._given = state if is_read_back else None
             else:
                 live.replay_tokens()
             self._check_positions(wanted)
@@ -275,15 +312,15 @@ class Transfer:
         """Parse the bytes, check them against the session and checksum them meanwhile."""
         live = self.live
         used = live.used()
-        digest = Digest(saved.view)
+        checksum = Digest(saved.view)
         try:
             version = self._agreed(saved.view, saved.positions) if live.has_memory else 0
         finally:
-            checksum = digest.result()
+            found = checksum.result()
         return SealedState(
             view=saved.view,
             arena=saved.arena,
-            digest=checksum,
+            digest=found,
             positions=saved.positions,
             n_tokens=sum(len(slot.tokens) for slot in used),
             n_sequences=len(used),
