@@ -2,9 +2,10 @@
 
 Laws:
     1. The context is freed before its adapters, and both before the model.
-    2. What a step that failed has made is freed by :meth:`Engine.free`; a half-made engine never serves.
+    2. What a step that failed has made is freed by :meth:`Engine.free_failed`; a half-made engine never serves.
     3. Between free and place no memory question is asked of the library.
     4. Whatever is loaded, and whenever, comes from the bytes that the session was opened from.
+    5. At rest at most one placement is kept beside the one that serves: the one before.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import psutil
 
@@ -33,6 +34,7 @@ from llama_native import (
 )
 from splitctl import placement as placing
 from splitctl.errors import AdapterInvalid, BadModelFile, ConfigInvalid, Parked
+from splitctl.last_words import is_shortage, telling_line
 from splitctl.model.header import read_header
 from splitctl.model.identity import FileIdentity
 from splitctl.outcome import WeightsTier
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from llama_native import Library
     from splitctl.model.header import GgufHeader
     from splitctl.placement import Placement
+
+_Made = TypeVar("_Made")
 
 FLASH_TURNED_OFF = re.compile(r"flash attention\b.*\bset to disabled", re.IGNORECASE)
 """What the library logs when it turns automatic flash attention off. Source: resolve_fused_ops in llama-context.cpp
@@ -147,9 +151,12 @@ class Engine:
         self.is_cancelled = is_cancelled
         self.on_tick = on_tick
         self.weights = weights
-        self.model: Model | None = None
-        self.context: Context | None = None
-        self._live_adapters: list[Adapter] = []
+        self.came_from = WeightsTier.FILE
+        """Where the weights of the last placing came from."""
+        self.why = ""
+        """Why they did not come from where they were wanted from."""
+        self._placed: _Placed | None = None
+        self._kept: list[_Placed] = []
 
     def confirm_files(self) -> None:
         """Refuse files that are not what they were when the session opened; equal ones may have taken their place.
@@ -160,10 +167,45 @@ class Engine:
         # Their new status is kept: the next look reads nothing again.
         self.files = tuple(one.confirmed() for one in self.files)
 
+    @property
+    def model(self) -> Model | None:
+        """The placed model; None where there is none."""
+        return self._placed.model if self._placed is not None else None
+
+    @property
+    def context(self) -> Context | None:
+        """Its context; None where there is none."""
+        return self._placed.context if self._placed is not None else None
+
+    def keeps(self, placement: Placement) -> bool:
+        """Tell whether the model of a placement is loaded and waits."""
+        params = model_params(placement)
+        return any(one.params == params for one in self._kept)
+
+    def drop_kept(self, but: Placement | None = None) -> None:
+        """Free what is kept and does not serve, but for the model of one placement."""
+        params = model_params(but) if but is not None else None
+        kept, self._kept = self._kept, []
+        self._kept.extend(one for one in kept if one.params == params)
+        for one in kept:
+            if one.params != params:
+                one.free()
+
+    def leave(self, target: Placement, *, keep: bool) -> None:
+        """Go out of the placement: free it and all that is kept; with ``keep`` it stays, as does a kept target."""
+        self.why = ""
+        if not keep:
+            self.free()
+            return
+        self.drop_kept(but=target)
+        placed, self._placed = self._placed, None
+        if placed is not None:
+            self._kept.append(placed)
+
     def place(
         self, placement: Placement, progress: Callable[[float], None] | None = None, *, cancellable: bool = True
     ) -> None:
-        """Load the model into a placement.
+        """Take the kept model of a placement, or else load one.
 
         Raises:
             FileChanged: a file is not what it was, or was written to meanwhile.
@@ -178,13 +220,26 @@ class Engine:
                 progress(share)
             return not (cancellable and self.is_cancelled())
 
-        self.confirm_files()
         params = model_params(placement)
-        self.model = Model.load(self.library, self.model_path, params, progress=on_progress, endable=cancellable)
+        for index, one in enumerate(self._kept):
+            if one.params == params:
+                self._placed, self.came_from = self._kept.pop(index), WeightsTier.RESIDENT
+                return
+
+        def load() -> Model:
+            return Model.load(self.library, self.model_path, params, progress=on_progress, endable=cancellable)
+
+        # Beside one that stays it is the first half of a tier; alone it is a load like any other.
+        tier = WeightsTier.RESIDENT if self._kept else WeightsTier.FILE
+        self.confirm_files()
+        self._placed = _Placed(params, self._or_alone(load))
+        self.came_from = tier if self._kept else WeightsTier.FILE
         self.confirm_files()
 
     def build(self, placement: Placement) -> Placement:
         """Make the context and apply the adapters, which are loaded with the first context of a placed model.
+
+        A kept context of the same parameters is emptied and taken.
 
         Returns:
             The placement with what the library resolved: context size and flash attention. Batch sizes stay as they
@@ -195,34 +250,58 @@ class Engine:
             AdapterInvalid: an adapter does not fit the model.
             FileChanged: an adapter's file was written to meanwhile.
         """
-        if self.model is None:
+        placed = self._placed
+        if placed is None:
             raise AssertionError("a context is built on a placed model")
+        params = context_params(placement, embeddings=self.embeddings)
+        if placed.context is not None and placed.built is not None and params in (placed.context.params, placed.built):
+            placed.context.clear()
+            return dataclasses.replace(
+                placement, n_ctx=placed.context.n_ctx, flash_attn=placing.FlashAttn[placed.built.flash_attn.name]
+            )
+        placed.free_context()
         said: list[str] = []
         is_open = placement.flash_attn is placing.FlashAttn.AUTO
         # Only a choice that is left to the library has to be heard; listening costs a call for every line of its log.
         stop = self.library.log.listen(lambda _level, text: said.append(text)) if is_open else lambda: None
         try:
-            params = context_params(placement, embeddings=self.embeddings)
-            self.context = Context(self.model, params, abort=_poller(self.on_tick, self.is_cancelled))
+            poll = _poller(self.on_tick, self.is_cancelled)
+            context = placed.context = self._or_alone(lambda: Context(placed.model, params, abort=poll))
         finally:
             stop()
         if self.adapters:
-            if not self._live_adapters:
+            if not placed.adapters:
                 for one in self.adapters:
-                    self._live_adapters.append(_loaded(self.model, one))
+                    placed.adapters.append(_loaded(placed.model, one))
                 self.confirm_files()
             scales = (one.scale for one in self.adapters)
-            self.context.set_adapters(list(zip(self._live_adapters, scales, strict=True)))
-        return dataclasses.replace(
-            placement,
-            n_ctx=self.context.n_ctx,
-            flash_attn=_resolved_flash_attn(placement, said),
-        )
+            context.set_adapters(list(zip(placed.adapters, scales, strict=True)))
+        resolved = dataclasses.replace(placement, n_ctx=context.n_ctx, flash_attn=_resolved_flash_attn(placement, said))
+        placed.built = context_params(resolved, embeddings=self.embeddings)
+        return resolved
+
+    def _or_alone(self, make: Callable[[], _Made]) -> _Made:
+        """Make something; where memory is short for it beside what is kept, make it alone."""
+        try:
+            return make()
+        except CallFailed as error:
+            if not self._kept or self.is_cancelled() or not is_shortage(error.log_tail):
+                raise
+            self.why = f"both placements did not fit: {telling_line(error.log_tail) or error}"
+        self.drop_kept()
+        self.came_from = WeightsTier.FILE
+        return make()
 
     def rebuild(self, placement: Placement) -> None:
         """Throw the context away and make a new, empty one on the same model, with the same adapters."""
-        self._free_context()
+        if self._placed is not None:
+            self._placed.free_context()
         self.build(placement)
+
+    def moved(self, placement: Placement) -> None:
+        """Note that the library itself has moved the model into a placement."""
+        if self._placed is not None:
+            self._placed.params, self._placed.built = model_params(placement), None
 
     @property
     def live_context(self) -> Context:
@@ -231,23 +310,50 @@ class Engine:
         Raises:
             Parked: there is none, because one that was lost could not be made again.
         """
-        if self.context is None:
+        if (context := self.context) is None:
             raise Parked(None, "its context was lost and could not be made again")
-        return self.context
+        return context
 
     def free(self) -> None:
-        """Free context, adapters and model, whichever there are."""
-        model, self.model = self.model, None
-        self._free_context()
-        adapters, self._live_adapters = self._live_adapters, []
-        for one in (*adapters, model):
-            if one is not None:
-                one.close()
+        """Free context, adapters and model, whichever there are, and all that is kept."""
+        self.free_failed()
+        self.drop_kept()
 
-    def _free_context(self) -> None:
+    def free_failed(self) -> None:
+        """Free what is placed; what is kept stays."""
+        placed, self._placed = self._placed, None
+        if placed is not None:
+            placed.free()
+
+
+@dataclass(slots=True)
+class _Placed:
+    """A loaded model with what stands on it.
+
+    Attributes:
+        params: how it was loaded.
+        model: it.
+        context: its context; None where there is none.
+        built: the context's parameters, with what the library resolved in place of what was left to it.
+        adapters: those that were loaded for it.
+    """
+
+    params: ModelParams
+    model: Model
+    context: Context | None = None
+    built: ContextParams | None = None
+    adapters: list[Adapter] = dataclasses.field(default_factory=list)
+
+    def free_context(self) -> None:
         context, self.context = self.context, None
         if context is not None:
             context.close()
+
+    def free(self) -> None:
+        self.free_context()
+        adapters, self.adapters = self.adapters, []
+        for one in (*adapters, self.model):
+            one.close()
 
 
 def _poller(on_tick: Callable[[], None] | None, is_cancelled: Callable[[], bool]) -> Callable[[], bool]:

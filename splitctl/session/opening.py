@@ -20,6 +20,7 @@ from splitctl.probing import VerdictCache
 from splitctl.probing.free_memory import FreeMemoryCheck
 from splitctl.session.storage import Storage
 from splitctl.switching.checking import Checker
+from splitctl.switching.tiers import Tiers
 
 if TYPE_CHECKING:
     import threading
@@ -73,7 +74,9 @@ def open_parts(
         if library.rpc_servers:
             # A server serves one client at a time: once our model lies on it, a trial in a child gets no answer.
             prober(facts.path, wanted.changed(mode=SplitMode.TENSOR), facts)
-    checker = Checker(library, facts, prober, FreeMemoryCheck(library, facts))
+    memory = FreeMemoryCheck(library, facts)
+    tiers = Tiers(lambda now, target: memory.beside(now, target, same_process=True).reason)
+    checker = Checker(library, facts, prober, memory, tiers)
     reasons = checker.opening(wanted, n_adapters=len(adapters), force=force)
     if reasons:
         raise Refused(reasons)

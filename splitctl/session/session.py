@@ -495,7 +495,7 @@ class Session:
                 options,
                 checked_at=None if checked is None else checked.at,
                 check=again,
-                has_asked=lambda: found is not None and found.has_asked,
+                found=lambda: found,
                 progress=progress or (lambda _stage, _share: None),
             )
             return self._switcher.run(target, run, check=check, enter=enter)

@@ -12,11 +12,12 @@ session as it is by then; nothing slow is asked a second time.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
+from splitctl.engine.weights import Chosen
 from splitctl.errors import FileChanged, Reason
 from splitctl.host_memory import host_memory
 from splitctl.outcome import DOES_NOT_FIT, PROBE_INCONCLUSIVE, SwitchOptions
@@ -24,6 +25,7 @@ from splitctl.placement import SplitMode
 from splitctl.probing import Verdict
 from splitctl.switching import rules
 from splitctl.switching.rules import BuildFacts, Diagnostic, HostFacts, SessionFacts
+from splitctl.switching.tiers import Tiers
 
 if TYPE_CHECKING:
     import threading
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from splitctl.engine.live import LiveSession
     from splitctl.model.facts import ModelFacts
     from splitctl.placement import Placement
+    from splitctl.planning.fit_check import Beside
     from splitctl.probing import ProbeVerdict
 
 TRIED = frozenset({SplitMode.TENSOR, SplitMode.ROW})
@@ -57,6 +60,9 @@ class Planner(Protocol):
         And whether the devices were asked for it.
         """
 
+    def beside(self, current: Placement, target: Placement, *, same_process: bool, host_bytes: int = 0) -> Beside:
+        """Tell whether a target fits now while the current placement stays; asks the devices for their free memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Checked:
@@ -69,6 +75,7 @@ class Checked:
         verdict: what a trial in a child process came to, where one counts.
         at: when the check began and ended, seconds of `time.perf_counter`.
         has_asked: whether the devices were asked for their free memory.
+        weights: where the weights would come from.
     """
 
     target: Placement
@@ -77,15 +84,22 @@ class Checked:
     verdict: ProbeVerdict | None = None
     at: tuple[float, float] | None = None
     has_asked: bool = False
+    weights: Chosen = field(default_factory=Chosen)
 
 
 class Checker:
     """Judges targets for one model and library."""
 
     def __init__(
-        self, library: Library, facts: ModelFacts, prober: Prober | None, planner: Planner | None = None
+        self,
+        library: Library,
+        facts: ModelFacts,
+        prober: Prober | None,
+        planner: Planner | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
-        """Judge by the rules, and by ``prober`` and ``planner`` where they are there."""
+        """Judge by the rules, and by ``prober`` and ``planner`` where they are there; ``tiers`` choose the weights."""
+        self._tiers = tiers or Tiers(None)
         self._facts = facts
         self._prober = prober
         self._planner = planner
@@ -109,7 +123,15 @@ class Checker:
         started = perf_counter()
         if changed := _changed_files(live):
             return Checked(target, options, changed, at=(started, perf_counter()))
-        found = self._first(live.placement, target, session, options, placing=live.placing)
+        is_kept = live.engine.keeps(target)
+        if not is_kept:
+            # What is kept is given back first: it would count as taken.
+            with live.placing:
+                live.engine.drop_kept()
+        found = self._first(live.placement, target, session, options, placing=live.placing, is_kept=is_kept)
+        if not found.reasons:
+            weights, has_asked = self._tiers.choose(live, target)
+            found = dataclasses.replace(found, weights=weights, has_asked=found.has_asked or has_asked)
         return dataclasses.replace(found, at=(started, perf_counter()))
 
     def ahead(self, opening: Placement, target: Placement, options: SwitchOptions) -> tuple[Reason, ...]:
@@ -125,6 +147,16 @@ class Checker:
             return changed
         found = self._judge(live.placement, earlier.target, _facts_of(live), earlier.verdict, earlier.options)
         return _forced(found) if earlier.options.force else rules.refused(found)
+
+    def lacking_beside(self, live: LiveSession, target: Placement) -> str:
+        """Say why another process cannot place a target while the session stays; "" where it can, or nobody knows.
+
+        A carry lies in memory that both hold.
+        """
+        if self._planner is None:
+            return ""
+        with live.placing:
+            return self._planner.beside(live.placement, target, same_process=False).reason
 
     def _judge(
         self,
@@ -148,6 +180,7 @@ class Checker:
         options: SwitchOptions,
         *,
         placing: threading.Lock | None = None,
+        is_kept: bool = False,
     ) -> Checked:
         has_asked = False
 
@@ -162,7 +195,7 @@ class Checker:
             return checked(_forced(diagnostics))
         if not rules.worth_a_try(diagnostics):
             return checked(rules.refused(diagnostics))
-        if self._planner is not None and current is not None and placing is not None:
+        if self._planner is not None and current is not None and placing is not None and not is_kept:
             # Before a trial, which would take the very memory that is short.
             with placing:
                 lacking, has_asked = self._planner(current, target)
@@ -170,7 +203,7 @@ class Checker:
                 return checked(lacking)
         if self._prober is None:
             return checked(rules.refused(diagnostics))
-        if target.mode not in TRIED:
+        if target.mode not in TRIED or is_kept:
             # What failed by a return may be mended by now, and would only return again.
             known = self._prober.known(target, self._facts)
             is_bad = known is not None and known.verdict in {Verdict.DIES, Verdict.WRONG}

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from llama_native import CallFailed, DeviceKind, LoadCancelled, NativeError
+from splitctl.engine.weights import Chosen
 from splitctl.errors import Cancelled, CannotConvert, FileChanged, Parked, Reason, SplitctlError, StateUnsound
-from splitctl.outcome import DevicePeak, Proof, Stage, SwitchOptions
+from splitctl.outcome import DevicePeak, Proof, Stage, SwitchOptions, WeightsTier
 from splitctl.switching.machine import HOUSEKEEPING, Command, EventKind, SwitchEvent
 from splitctl.switching.sealing import SealedState
 from splitctl.switching.transfer import Transfer
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from llama_native import Library
     from splitctl.engine.live import LiveSession
     from splitctl.placement import Placement
+    from splitctl.switching.checking import Checked
     from splitctl.switching.machine import MachineState
 
 
@@ -41,14 +43,14 @@ class Run:
         options: how it is to be done.
         checked_at: when a check that came before the switch began and ended, seconds of the switcher's clock.
         check: judges the target once more before anything is touched; returns the reasons to refuse it.
-        has_asked: tells whether the check asked the devices for their free memory.
+        found: what the check before the token boundary found; None where there was none.
         progress: told the stage and the share done, 0.0 to 1.0.
     """
 
     options: SwitchOptions = field(default_factory=SwitchOptions)
     checked_at: tuple[float, float] | None = None
     check: Callable[[], tuple[Reason, ...]] = tuple
-    has_asked: Callable[[], bool] = bool
+    found: Callable[[], Checked | None] = lambda: None
     progress: Callable[[Stage, float], None] = lambda _stage, _share: None
 
 
@@ -112,9 +114,9 @@ class Effects:
         # The last moment at which a file that changed since the check costs nothing.
         self.live.engine.confirm_files()
 
-    def _free(self, _state: MachineState) -> None:
+    def _free(self, state: MachineState) -> None:
         self.transfer.accept()
-        self.live.engine.free()
+        self.live.engine.leave(_requested(state), keep=self.weights.tier is WeightsTier.RESIDENT)
 
     def _place(self, state: MachineState) -> None:
         report = self.run.progress
@@ -134,15 +136,16 @@ class Effects:
             tail = " | ".join(self.live.engine.library.log.tail(3))
             text = f"the library could not place {target.mode.value}: {tail}"
             return SwitchEvent(EventKind.DECLINED, reasons=(Reason("native-declined", text),))
+        self.live.engine.moved(target)
         self._resolved = target
         return None
 
     def _prove(self, _state: MachineState) -> SwitchEvent:
         if wrong := self._unproved():
             return _failed("proof-failed", wrong)
-        resolved = self._resolved or self.live.placement
+        resolved, found = self._resolved or self.live.placement, self.run.found()
         self.live.serve_in(resolved)
-        self.peaks = _device_peaks(self.live.engine.library, resolved, has_asked=self.run.has_asked())
+        self.peaks = _device_peaks(self.live.engine.library, resolved, has_asked=found is not None and found.has_asked)
         return SwitchEvent(EventKind.DONE, placement=resolved)
 
     def _unproved(self) -> str:
@@ -158,7 +161,7 @@ class Effects:
             self.live.serve_in(state.effective)
 
     def _release_failed(self, _state: MachineState) -> None:
-        self.live.engine.free()
+        self.live.engine.free_failed()
 
     def _place_old(self, state: MachineState) -> None:
         self.live.engine.place(_original_of(state), cancellable=False)
@@ -187,6 +190,17 @@ class Effects:
     def _park(self, _state: MachineState) -> None:
         self.live.engine.free()
         self.parked_at = self._park_to(self.transfer.latest)
+
+    @property
+    def weights_reason(self) -> str:
+        """Why the weights did not come from where they were wanted from, or why auto took them from there."""
+        return self.live.engine.why or self.weights.reason
+
+    @property
+    def weights(self) -> Chosen:
+        """Where the weights are to come from."""
+        found = self.run.found()
+        return Chosen() if found is None else found.weights
 
     def gone(self, state: MachineState) -> Parked:
         """Give the error of a session that serves no more."""

@@ -38,15 +38,16 @@ def complete(target: Placement, now: Placement) -> Placement:
     )
 
 
-def choose_via(target: Placement, live: LiveSession) -> Via:
+def choose_via(target: Placement, live: LiveSession, weights: WeightsTier) -> Via:
     """Choose who does the work.
 
     Returns:
-        NATIVE only where the build has the call, nothing but the mode and tensor_split changes, and the session has
-        no adapters (the library's call refuses them).
+        NATIVE only where the build has the call, nothing but the mode and tensor_split changes, the session has no
+        adapters (the library's call refuses them), and the weights come from the file.
     """
     changed = set(live.placement.differs(target))
     is_native = live.engine.library.has("native-switch") and not live.engine.adapters
+    is_native = is_native and weights is WeightsTier.FILE
     return Via.NATIVE if is_native and changed and changed <= {"mode", "tensor_split"} else Via.COMPOSED
 
 
@@ -126,7 +127,7 @@ class Switcher:
         if ended is None:
             self.effects.run = run
             self._ms, self._fallback_ms, self._counts = ms, None, (None, 0, 0)
-            wanted = SwitchTarget(target, choose_via(target, self.effects.live))
+            wanted = SwitchTarget(target, choose_via(target, self.effects.live, self.effects.weights.tier))
             try:
                 self._drive(SwitchEvent(EventKind.STARTED, request=wanted))
             finally:
@@ -211,6 +212,7 @@ class Switcher:
         touched = Stage.SAVING.value in ms
         before = ms.get(Stage.CHECKING.value, 0.0) + ms.get(Stage.QUIESCING.value, 0.0)
         state_bytes, n_sequences, n_tokens = self._counts if touched else (None, 0, 0)
+        is_pinned, why_not = self.effects.transfer.pinned if touched else (None, "")
         requested = state.requested
         if state.status is None or requested is None:
             raise AssertionError("an outcome comes at the end of a switch")
@@ -233,5 +235,8 @@ class Switcher:
             via=state.via,
             peak_device_bytes=self.effects.peaks if state.status is SwitchStatus.SWITCHED else (),
             pause_ms=total_ms - before if touched else None,
-            weights=WeightsTier.FILE if Stage.PLACING.value in ms else None,
+            weights=self.effects.live.engine.came_from if Stage.PLACING.value in ms else None,
+            weights_reason=self.effects.weights_reason if Stage.PLACING.value in ms else "",
+            carry_pinned=is_pinned,
+            carry_pinned_reason=why_not,
         )

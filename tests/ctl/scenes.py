@@ -13,7 +13,7 @@ from typing import Any
 from llama_native import CallFailed, Library
 from splitctl.carry.sampling import SamplerSpec
 from splitctl.errors import Parked
-from splitctl.outcome import Proof, Stage
+from splitctl.outcome import Proof, Stage, WeightsTier
 from splitctl.placement import FlashAttn, Placement, SplitMode
 from splitctl.session import Session
 from tests.stublib import Stub
@@ -37,6 +37,7 @@ class Scene:
         change: further fields of the target placement.
         adapters: adapter files, all at scale 0.5.
         trial: whether tokens are generated after the switch.
+        weights: where switches take the weights from.
     """
 
     faults: str = ""
@@ -49,6 +50,7 @@ class Scene:
     change: dict[str, Any] = field(default_factory=dict)
     adapters: tuple[str, ...] = ()
     trial: bool = True
+    weights: str = "file"
 
     def placement(self) -> Placement:
         """Where the session opens: two devices, room for every sequence, nothing left to the library."""
@@ -80,6 +82,7 @@ def start(library: Library, model: str, scene: Scene, cancel: threading.Event | 
         adapters=[(a, 0.5) for a in scene.adapters],
         prober=None,
         cancel=cancel,
+        weights=WeightsTier(scene.weights),
     )
     for seq_id in range(scene.n_seq):
         session.set_sampler(spec(seq_id), seq_id)

@@ -13,6 +13,7 @@ from llama_native import CallFailed, Library
 from splitctl import ConfigInvalid, Refused, SamplerSpec, Session, SplitMode, SwitchStatus
 from splitctl.ipc.probes import Prober
 from splitctl.model.facts import read_facts
+from splitctl.outcome import WeightsTier
 from tests.real.conftest import RPC, base
 from tools.make_dummies import make_many
 from tools.places import default_folder
@@ -32,7 +33,9 @@ def open_dummy(library: Library, prober: Prober) -> Iterator[Open]:
     """Opens sessions on dummy models, which are made where they are not there yet."""
     opened: list[Session] = []
 
-    def opener(recipe: str, *, for_tensor: bool = False, **named: Any) -> Session:
+    def opener(
+        recipe: str, *, for_tensor: bool = False, weights: WeightsTier = WeightsTier.FILE, **named: Any
+    ) -> Session:
         ((_name, path, why),) = make_many(default_folder(), [recipe])
         assert isinstance(path, Path), why
         placement = base(flash="on", n_threads=1, **named)
@@ -40,7 +43,7 @@ def open_dummy(library: Library, prober: Prober) -> Iterator[Open]:
             # A server that serves this process answers no child: the try that the switch needs comes first.
             prober(path, placement.changed(mode=SplitMode.TENSOR), read_facts(path))
         try:
-            session = Session.open(path, placement, library=library, prober=prober)
+            session = Session.open(path, placement, library=library, prober=prober, weights=weights)
         except CallFailed as error:
             if "wrong number of tensors" in str(error):
                 pytest.skip(f"this build wants other tensors of {recipe} than the newest, which made the dummy")
@@ -75,8 +78,7 @@ def _goes_on_like_a_fresh_one(session: Session, fresh: Session, carry: Path) -> 
     assert np.array_equal(session.logits(), fresh.logits())
 
 
-@pytest.mark.every_build
-@pytest.mark.parametrize(
+MEMORIES = pytest.mark.parametrize(
     "recipe",
     [
         pytest.param("mamba", id="recurrent"),
@@ -89,6 +91,10 @@ def _goes_on_like_a_fresh_one(session: Session, fresh: Session, carry: Path) -> 
         pytest.param("qwen3+mqa", id="K-norm and one KV head"),
     ],
 )
+
+
+@pytest.mark.every_build
+@MEMORIES
 @pytest.mark.parametrize("changed", [OTHER_SHARES, {"mode": SplitMode.NONE}], ids=["other shares", "none"])
 def test_every_memory_moves_between_the_modes_that_all_models_have(
     open_dummy: Open, tmp_path: Path, recipe: str, changed: dict[str, Any]
@@ -105,6 +111,22 @@ def test_every_memory_moves_between_the_modes_that_all_models_have(
     assert np.array_equal(session.logits(), held)
     assert session.tokens() == tokens
     _goes_on_like_a_fresh_one(session, open_dummy(recipe, **changed), tmp_path / "carry")
+
+
+@MEMORIES
+def test_every_memory_comes_back_to_the_context_that_was_kept(open_dummy: Open, tmp_path: Path, recipe: str) -> None:
+    """There with a second placement beside the first, and back to the first, which still held its old state."""
+    session = open_dummy(recipe, weights=WeightsTier.RESIDENT)
+    first = session.placement
+    session.prefill(_prompt(recipe))
+    _ids(session, 2)
+    for target in (first.changed(**OTHER_SHARES), first):
+        _ids(session, 3)
+        session.save(tmp_path / "carry")
+        outcome = session.switch(target)
+        assert outcome.status is SwitchStatus.SWITCHED, outcome.reason
+        assert outcome.weights is WeightsTier.RESIDENT
+    _goes_on_like_a_fresh_one(session, open_dummy(recipe), tmp_path / "carry")
 
 
 @pytest.mark.every_build

@@ -182,6 +182,32 @@ def test_a_fallback_is_the_original_to_the_last_field(model: Path) -> None:
         assert seen["tokens"] == seen["wanted"]
 
 
+def test_a_failure_with_both_placements_kept_loads_nothing_on_the_way_back(model: Path) -> None:
+    """The old model and context are simply still there; what the failed try made is freed."""
+    table = cells(FALLS_BACK, WAYS[:1])
+    for fault, scene, seen in play(model, [(f, {**s, "weights": "resident"}) for f, s in table]):
+        check_whole(seen)
+        assert seen["tokens"] == seen["wanted"], scene
+        assert (seen["status"], seen["stage"]) == ("fell_back", fault.stage), (scene, seen["reason"])
+        assert fault.words in seen["reason"], (scene, seen["reason"])
+        assert not seen["recomputed"]
+        loads = [c["arguments"] for c in seen["calls"] if c["name"] == "llama_model_load_from_file"]
+        # Memory that is short beside the old placement may be enough without it: then the old one is given up for it.
+        is_short = fault.stage in {"placing", "building"}
+        assert [load["split_mode"] for load in loads] == (["3", "3", "1"] if fault.stage == "placing" else ["3", "1"])[
+            : None if is_short else 1
+        ], scene
+
+
+def test_a_way_back_to_a_kept_placement_that_fails_reads_the_tokens_again(model: Path) -> None:
+    """What was kept is freed, the old placement is loaded afresh, and nothing is lost."""
+    fault = Fault("set_data:zero:T set_data:lie:S@1", "restoring", "asked to refuse", recomputed=True)
+    for _, scene, seen in play(model, [(f, {**s, "weights": "resident"}) for f, s in cells((fault,), WAYS[:1])]):
+        check_whole(seen)
+        assert (seen["status"], seen["recomputed"], seen["effective"]) == ("fell_back", True, "layer"), scene
+        assert seen["tokens"] == seen["wanted"], scene
+
+
 CHANGES: tuple[dict[str, Any], ...] = (
     {},
     {"n_ctx": 2048, "n_batch": 64, "n_ubatch": 32},

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from llama_native import CallFailed, Library
 from splitctl.errors import Cancelled, Parked
-from splitctl.outcome import Proof, Stage, SwitchStatus
+from splitctl.outcome import Proof, Stage, SwitchStatus, WeightsTier
 from splitctl.placement import SplitMode
 from splitctl.session import Session
 from splitctl.switching.machine import RESTING
@@ -89,7 +89,14 @@ class SessionMachine(RuleBasedStateMachine):
 
     def opened(self) -> Session:
         """A session of its own."""
-        return Session.open(self.model, self.scene.placement(), library=self.library, prober=None, cancel=self.cancel)
+        return Session.open(
+            self.model,
+            self.scene.placement(),
+            library=self.library,
+            prober=None,
+            cancel=self.cancel,
+            weights=WeightsTier(self.scene.weights),
+        )
 
     @contextmanager
     def faulty(self, faults: str) -> Iterator[None]:
@@ -221,18 +228,19 @@ class SessionMachine(RuleBasedStateMachine):
         assert self.stub.mistakes() == []
 
 
-def child_machine(path: str, model: str, *, unified: bool) -> None:
+def child_machine(path: str, model: str, *, unified: bool, weights: str = "file") -> None:
     """Look for an order of calls that breaks a law.
 
     Args:
         path: the stub.
         model: a model file.
         unified: one buffer of cells for all sequences.
+        weights: where switches take the weights from.
     """
     SessionMachine.library = Library.open(path)
     SessionMachine.stub = Stub(path)
     SessionMachine.model = model
-    SessionMachine.scene = Scene(n_seq=N_SEQ, unified=unified)
+    SessionMachine.scene = Scene(n_seq=N_SEQ, unified=unified, weights=weights)
     is_deep = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
     run_state_machine_as_test(
         SessionMachine,
@@ -256,8 +264,8 @@ def child_machine_streams(path: str, model: str) -> None:
 
 
 def child_machine_unified(path: str, model: str) -> None:
-    """One buffer of cells."""
-    child_machine(path, model, unified=True)
+    """One buffer of cells, and both placements kept."""
+    child_machine(path, model, unified=True, weights="resident")
 
 
 @pytest.mark.parametrize("variant", [Variant.STOCK, Variant.NATIVE_SPLIT])

@@ -1,0 +1,72 @@
+"""Which tier a switch takes the weights from: by what was asked, what fits, and what it costs later. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from splitctl.outcome import WeightsTier
+
+#: What a token takes more after a pinned load on a CUDA device, where nobody has measured it [ms].
+CUDA_EXTRA_MS = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Where a switch takes the weights from.
+
+    Attributes:
+        tier: file, pinned or resident.
+        reason: why it is not the tier that was asked for, and of auto why it is this one; empty where it was asked for.
+        back: where the way back takes them from, where the old placement is gone.
+    """
+
+    tier: WeightsTier = WeightsTier.FILE
+    reason: str = ""
+    back: WeightsTier = WeightsTier.FILE
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What counts for the choice.
+
+    Attributes:
+        beside: why both placements do not fit at once; empty where they do.
+        pinned: why the target cannot be made from the copy; empty where it can.
+        back: why the placement that serves cannot; empty where it can.
+        n_tokens: tokens that are known to be generated before the next switch.
+        extra_ms: what each of them takes more after a pinned load, ms.
+        saves_ms: what a pinned load takes less than one from the file, ms.
+    """
+
+    beside: str = ""
+    pinned: str = ""
+    back: str = ""
+    n_tokens: int = 0
+    extra_ms: float = 0.0
+    saves_ms: float = 0.0
+
+
+def choose(asked: WeightsTier, seen: Seen) -> Chosen:
+    """Choose the tier of one switch.
+
+    Args:
+        asked: what the session was opened with.
+        seen: what counts; of it only what belongs to the tier that was asked for, for auto all of it.
+    """
+    back = WeightsTier.FILE if seen.back or asked is WeightsTier.FILE else WeightsTier.PINNED
+    if asked is WeightsTier.FILE:
+        return Chosen()
+    if asked is WeightsTier.RESIDENT:
+        return Chosen(WeightsTier.FILE, seen.beside) if seen.beside else Chosen(WeightsTier.RESIDENT)
+    if asked is WeightsTier.PINNED:
+        if seen.pinned:
+            return Chosen(WeightsTier.FILE, seen.pinned, back)
+        return Chosen(WeightsTier.PINNED, "", back)
+    if not seen.beside:
+        return Chosen(WeightsTier.RESIDENT, "both placements fit")
+    if seen.pinned:
+        return Chosen(WeightsTier.FILE, f"{seen.beside}; {seen.pinned}", back)
+    costs = seen.n_tokens * seen.extra_ms
+    told = f"a pinned load saves {seen.saves_ms:,.0f} ms, and {seen.n_tokens} tokens take {costs:,.0f} ms more after it"
+    tier = WeightsTier.PINNED if costs < seen.saves_ms else WeightsTier.FILE
+    return Chosen(tier, f"{seen.beside}; {told}", back)
