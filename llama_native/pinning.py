@@ -74,7 +74,7 @@ class _Failed(Exception):
 class Driver:
     """The CUDA driver of this process, with the primary contexts that were needed. Thread: any."""
 
-    def __init__(self, name: str = _NAME) -> None:
+    def __init__(self, name: str) -> None:
         """Open it.
 
         Raises:
@@ -291,7 +291,7 @@ def _driver() -> Driver | str:
     with _opening:
         if _opened is None:
             try:
-                _opened = Driver()
+                _opened = Driver(_NAME)
             except OSError as error:
                 why = str(error).partition(".  ")[0]  # cffi adds where it looked
                 _opened = f"memory could not be pinned: there is no CUDA driver ({why}); install it"
