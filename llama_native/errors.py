@@ -195,6 +195,22 @@ class SecondLibrary(NativeError):
 
 
 @dataclass(eq=False, repr=False)
+class TensorUnknown(NativeError):
+    """A build makes of a model's metadata other tensors than there are data for.
+
+    Attributes:
+        name: of the first such tensor.
+        why: what is wrong with it.
+    """
+
+    name: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"this build wants {self.name}, {self.why}; load the file"
+
+
+@dataclass(eq=False, repr=False)
 class LoadCancelled(NativeError):
     """A load ended because its progress callback asked for it.
 

@@ -1,4 +1,6 @@
-"""Models made from metadata alone: the library creates every tensor that the architecture wants, a callback fills it.
+"""Models made from metadata: the library creates every tensor that the architecture wants, the caller fills it.
+
+`create_tensors` asks a callback for each tensor's data; `load_user_model` uploads those that lie in memory by threads.
 
 Source: llama_model_init_from_user in llama.h (builds from 2026.4 on). The head of ``struct ggml_tensor`` that is read
 here (type at 0, ne[4] at 16) has not moved since GGUF exists, and each tensor is checked against ``ggml_nelements``.
@@ -7,15 +9,23 @@ here (type at 0, ne[4] at 16) has not moved since GGUF exists, and each tensor i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import os
+import threading
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from llama_native.errors import CallFailed, UnsupportedAbi
+from llama_native.errors import CallFailed, LoadCancelled, TensorUnknown, UnsupportedAbi
+from llama_native.model import Model, fill_model_params
 
 if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
     from llama_native.library import Library
+    from llama_native.params import ModelParams
 
 _NE_OFFSET = 16
 _N_DIMS = 4
@@ -135,6 +145,161 @@ def create_tensors(library: Library, metadata: Sequence[MetaValue], fill: Fill |
     if not model:
         raise CallFailed("llama_model_init_from_user", None, library.log.said())
     return tuple(slots.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A model's weights in host memory.
+
+    Args:
+        metadata: a GGUF whose metadata and tensor list are read, and no data of which; its list gives each tensor's
+            type, and those that it lacks are made in F32.
+        data: memory that holds the data of every tensor.
+        places: offset and size of each tensor's data in it, bytes, by name.
+    """
+
+    metadata: str
+    data: Buffer
+    places: Mapping[str, tuple[int, int]]
+
+
+@dataclass(slots=True)
+class _Upload:
+    """One tensor that waits for its data."""
+
+    tensor: Any
+    n_bytes: int
+    source: Any
+
+
+def neutral_value(name: str) -> float | None:
+    """Say what an optional tensor holds that changes nothing: 0 or 1; None where nobody knows."""
+    if name.endswith(".bias"):
+        return 0.0
+    return 1.0 if name.endswith((".scale", ".input_scale", "rope_freqs.weight")) else None
+
+
+def load_user_model(
+    library: Library,
+    weights: Weights,
+    params: ModelParams,
+    *,
+    name: str = "",
+    progress: Callable[[float], bool] | None = None,
+    endable: bool = True,
+    n_threads: int = 8,
+) -> Model:
+    """Make a model of weights in memory and place it; threads upload the tensors, all at once.
+
+    The library makes every optional tensor that the architecture knows. One that the file lacks gets the value that
+    changes nothing (:func:`neutral_value`); it still takes its memory and its time in every decode.
+
+    Args:
+        library: the open library.
+        weights: where they lie; only read, and not needed any more when this returns.
+        params: the placement.
+        name: what the model is called in errors.
+        progress: called with the uploaded share, 0.0 to 1.0; returning False ends the load.
+        endable: whether what ``progress`` or a signal's handler raises ends the load too.
+        n_threads: threads that upload.
+
+    Raises:
+        CapabilityMissing: the build cannot make models from metadata.
+        TensorUnknown: it wants a tensor that is not there, or of another size.
+        CallFailed: the library made no model; its log says why.
+        LoadCancelled: ``progress`` returned False.
+        BaseException: whatever ``progress`` or a signal's handler raised; nothing is loaded then.
+    """
+    library.need("model-from-memory")
+    pointer, done = None, False
+    keep: list[Any] = []
+    cancelled = [False]
+    try:
+        with library.calling() as (ffi, lib):
+            c_params, keep = fill_model_params(library, ffi, lib, params)
+            gguf = lib.gguf_init_from_file(
+                os.fsencode(weights.metadata), ffi.new("struct gguf_init_params *", [True])[0]
+            )
+            if not gguf:
+                raise CallFailed("gguf_init_from_file", None, library.log.said())
+            made: list[tuple[Any, str, int, int]] = []
+
+            def take(tensor: Any, _: object) -> None:
+                # Only noted: until the library returns, it may still free what it has made.
+                slot = ffi.string(lib.ggml_get_name(tensor)).decode("utf-8")
+                made.append((tensor, slot, int(lib.ggml_nbytes(tensor)), int(ffi.cast("int32_t *", tensor)[0])))
+
+            callback = library.callback("void(struct ggml_tensor *, void *)", take)
+            try:
+                pointer = library.call(lib.llama_model_init_from_user, gguf, callback, ffi.NULL, c_params)
+            finally:
+                lib.gguf_free(gguf)
+            if not pointer:
+                raise CallFailed("llama_model_init_from_user", None, library.log.said())
+            with ffi.from_buffer("uint8_t[]", weights.data) as base:
+                uploads = _uploads(ffi, base, weights.places, made)
+
+                def go_on(share: float) -> bool:
+                    wanted = not (endable and library.is_unwanted) and (progress is None or progress(share))
+                    cancelled[0] = cancelled[0] or not wanted
+                    return wanted
+
+                if go_on(0.0):
+                    _upload(lib, uploads, go_on, n_threads)
+        done = not cancelled[0]
+    finally:
+        if pointer and not done:
+            with library.calling() as (_, lib):
+                lib.llama_model_free(pointer)
+    if not done:
+        raise LoadCancelled(name)
+    return Model(library, pointer, params, keep, name)
+
+
+def _uploads(
+    ffi: Any, base: Any, places: Mapping[str, tuple[int, int]], made: Sequence[tuple[Any, str, int, int]]
+) -> list[_Upload]:
+    """Find the data of every tensor that the library has made, the largest first."""
+    uploads = []
+    neutral: dict[float, Any] = {}
+    most = max((n_bytes for _, name, n_bytes, _ in made if name not in places), default=0)
+    for tensor, name, n_bytes, type_id in made:
+        if name in places:
+            offset, there = places[name]
+            if there != n_bytes:
+                raise TensorUnknown(name, f"of {n_bytes} bytes, and the file has {there}")
+            uploads.append(_Upload(tensor, n_bytes, base + offset))
+            continue
+        value = neutral_value(name)
+        if value is None or type_id != 0:
+            raise TensorUnknown(name, "which the file has not")
+        if value not in neutral:
+            neutral[value] = ffi.from_buffer("uint8_t[]", array("f", [value]) * (most // 4))
+        uploads.append(_Upload(tensor, n_bytes, neutral[value]))
+    uploads.sort(key=lambda one: -one.n_bytes)
+    return uploads
+
+
+def _upload(lib: Any, uploads: Sequence[_Upload], go_on: Callable[[float], bool], n_threads: int) -> None:
+    """Upload by threads until all is done or not wanted any more; what one of them raises comes when all have ended."""
+    stop = threading.Event()
+
+    def put(one: _Upload) -> int:
+        if not stop.is_set():
+            lib.ggml_backend_tensor_set(one.tensor, one.source, 0, one.n_bytes)
+        return one.n_bytes
+
+    n_all, n_done, told = sum(one.n_bytes for one in uploads) or 1, 0, 0.0
+    with ThreadPoolExecutor(max(n_threads, 1), thread_name_prefix="splitctl-upload") as threads:
+        try:
+            for future in as_completed([threads.submit(put, one) for one in uploads]):
+                n_done += future.result()
+                if n_done / n_all >= told + 0.01 or n_done == n_all:
+                    told = n_done / n_all
+                    if not go_on(told):
+                        break
+        finally:
+            stop.set()
 
 
 def _read_slot(ffi: Any, lib: Any, tensor: Any) -> TensorSlot:

@@ -119,6 +119,7 @@ size_t ggml_nbytes(const struct ggml_tensor *tensor);
 int64_t ggml_nelements(const struct ggml_tensor *tensor);
 void ggml_backend_tensor_set(struct ggml_tensor *tensor, const void *data, size_t offset, size_t size);
 struct gguf_context *gguf_init_empty(void);
+struct gguf_context *gguf_init_from_file(const char *fname, struct gguf_init_params params);
 void gguf_free(struct gguf_context *ctx);
 void gguf_set_val_u8(struct gguf_context *ctx, const char *key, uint8_t val);
 void gguf_set_val_i8(struct gguf_context *ctx, const char *key, int8_t val);

@@ -8,6 +8,7 @@ struct llama_sampler;
 struct llama_adapter_lora;
 struct ggml_tensor;
 struct gguf_context;
+struct gguf_init_params { bool no_alloc; void **ctx; };
 typedef void (*ggml_log_callback)(int level, const char *text, void *user_data);
 typedef bool (*llama_progress_callback)(float progress, void *user_data);
 typedef bool (*ggml_abort_callback)(void *data);

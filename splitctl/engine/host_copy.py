@@ -1,0 +1,415 @@
+"""A copy of a model's weights in host memory, from which its tensors are uploaded without a detour.
+
+It lies in a memory file (memfd), which another process may hold, so that it outlives the one that filled it. What lies
+there is a GGUF file of its own (all parts of a split model joined), with a page behind it that tells which files it is
+of and whether it is complete: the library can also load it as a file, where the model's own is gone.
+
+Laws:
+    1. A copy is used only when it is complete and of the files that the session was opened from.
+    2. It is filled beside the work, and pinned when nothing is placed.
+    3. It takes no more than leaves the host as much free again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from splitctl.errors import BadModelFile, FileChanged
+from splitctl.host_memory import host_memory
+from splitctl.model.header import GgufHeader, read_header
+
+if TYPE_CHECKING:
+    from splitctl.model.identity import FileIdentity
+
+_PAGE = mmap.PAGESIZE
+_PIECE = 16 << 20
+_MIB = 1 << 20
+_FORMAT = 1
+_U16 = 2
+_OUTPUT, _EMBEDDING = "output.weight", "token_embd.weight"
+
+
+class _Unfit(Exception):
+    """Why there can be no copy, in words."""
+
+
+@dataclass(slots=True)
+class _Fill:
+    """What the thread that fills and the copy share; it holds no copy, which may be dropped meanwhile."""
+
+    block: mmap.mmap
+    stop: threading.Event = field(default_factory=threading.Event)
+    filled: threading.Event = field(default_factory=threading.Event)
+    pinned: threading.Event = field(default_factory=threading.Event)
+    n_all: int = 1
+    n_done: int = 0
+    why: str = ""
+    is_pinning: bool = False
+    pin: Any = None
+    pin_reason: str = ""
+
+
+class HostCopy:
+    """The copy of one model.
+
+    Lifetime: until :meth:`close`. Thread: any; what it says may be a moment old.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        """Hold nothing yet.
+
+        Args:
+            fd: a memory file, empty or with a copy; it is borrowed. None: one of this process alone.
+        """
+        self._fd = os.memfd_create("splitctl-weights", os.MFD_CLOEXEC) if fd is None else fd
+        self._own = (self._fd,) if fd is None else ()
+        self._fill: _Fill | None = None
+        self._n_bytes = 0
+        self._why = "the copy of the weights is not begun"
+        self._places: dict[str, tuple[int, int]] = {}
+        self._image: int | None = None
+
+    @property
+    def path(self) -> str:
+        """Where the library can open it as a file, in this process."""
+        return f"/proc/self/fd/{self._fd}"
+
+    @property
+    def why(self) -> str:
+        """Why it cannot be used now; empty where it is complete."""
+        fill = self._fill
+        if fill is None or fill.why:
+            return self._why if fill is None else fill.why
+        return "" if fill.filled.is_set() else f"the copy of the weights is {self.share:.0%} filled"
+
+    @property
+    def share(self) -> float:
+        """How much of it is filled, 0 to 1."""
+        return 0.0 if self._fill is None else self._fill.n_done / self._fill.n_all
+
+    @property
+    def pin_reason(self) -> str:
+        """Why it is not pinned; empty where it is, or no device would gain by it."""
+        return "" if self._fill is None else self._fill.pin_reason
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of host memory that it takes, or will."""
+        return self._n_bytes
+
+    @property
+    def data(self) -> memoryview:
+        """The whole of it; only where :attr:`why` is empty."""
+        if self._fill is None:
+            raise AssertionError("a copy that cannot be used has no data")
+        return memoryview(self._fill.block)
+
+    @property
+    def places(self) -> dict[str, tuple[int, int]]:
+        """Where each tensor's data lie: offset and size, bytes; a tied output's are the embedding's."""
+        return self._places
+
+    @property
+    def metadata_path(self) -> str:
+        """Where the library can open the GGUF metadata with every tensor's type, a tied output's too; no data."""
+        if self._image is None:
+            raise AssertionError("a copy that cannot be used has no metadata")
+        return f"/proc/self/fd/{self._image}"
+
+    def is_of(self, files: Sequence[FileIdentity]) -> bool:
+        """Tell whether what lies in the memory file is complete and a copy of these files."""
+        told = _read_told(self._fd)
+        return told is not None and told.get("complete") is True and told.get("files") == _digests(files)
+
+    def start(self, files: Sequence[FileIdentity], *, n_threads: int = 0) -> None:
+        """Take over what lies there, or fill it from the files in a thread.
+
+        Args:
+            files: of the model, every part.
+            n_threads: threads that read; 0: one a core, 8 at most.
+        """
+        try:
+            if self.is_of(files):
+                self._fill = self._lay_out(read_header(Path(self.path)))
+                self._fill.n_done = self._fill.n_all
+                self._fill.filled.set()
+            else:
+                self._begin(files, n_threads or min(8, os.cpu_count() or 1))
+        except (OSError, BadModelFile, FileChanged, _Unfit) as error:
+            self._why = f"there is no copy of the weights: {error}"
+
+    def pin(self, pin: Callable[[mmap.mmap], Any]) -> None:
+        """Pin it in a thread when it is filled; ``pin`` gives what holds the memory, or why it cannot be held."""
+        if self._fill is not None:
+            self._fill.is_pinning = True
+            threading.Thread(target=_pinning, args=(self._fill, pin), name="splitctl-pin", daemon=True).start()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is filled, and pinned where that was asked for, or cannot be; tells whether it is complete."""
+        if (fill := self._fill) is not None:
+            fill.filled.wait(timeout_s)
+            if fill.is_pinning:
+                fill.pinned.wait(timeout_s)
+        return not self.why
+
+    def close(self) -> None:
+        """Stop filling, unpin and let go; a second call does nothing."""
+        fill, self._fill = self._fill, None
+        self._why = "the copy of the weights is closed"
+        if fill is not None:
+            fill.stop.set()
+            fill.filled.wait()
+            if fill.is_pinning:
+                fill.pinned.wait()
+            _let_go(fill)
+        own, self._own = (*self._own, *(() if self._image is None else (self._image,))), ()
+        self._image = None
+        for fd in own:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        for fd in (*getattr(self, "_own", ()), *filter(None, (getattr(self, "_image", None),))):
+            os.close(fd)
+
+    def _begin(self, files: Sequence[FileIdentity], n_threads: int) -> None:
+        headers = [read_header(one.path) for one in files]
+        if [one.digest for one in headers] != [one.header_xxh3_128 for one in files]:
+            raise FileChanged(files[0].path, "another model is in its place")
+        head, data_offset = _joined(headers)
+        size = data_offset + sum(one.file_bytes - one.data_offset for one in headers)
+        free, wanted = host_memory().available, _total(size)
+        if free < 2 * wanted:
+            text = f"it takes {wanted / _MIB:,.0f} MiB and as much shall stay free, the host has {free / _MIB:,.0f} MiB"
+            raise _Unfit(text)
+        # Whatever lay there is of other files from here on.
+        os.ftruncate(self._fd, 0)
+        os.ftruncate(self._fd, wanted)
+        os.pwrite(self._fd, head, 0)
+        fill = self._lay_out(headers[0] if len(headers) == 1 else read_header(Path(self.path)))
+        pieces: list[tuple[Path, int, int, int]] = []
+        at = data_offset
+        for one in headers:
+            n_data = one.file_bytes - one.data_offset
+            pieces += [
+                (one.path, one.data_offset + start, at + start, min(_PIECE, n_data - start))
+                for start in range(0, n_data, _PIECE)
+            ]
+            at += n_data
+        fill.n_all = sum(piece[3] for piece in pieces) or 1
+        self._fill = fill
+        weakref.finalize(self, fill.stop.set).atexit = False
+        work = (fill, tuple(files), pieces, n_threads)
+        threading.Thread(target=_filling, args=work, name="splitctl-weights", daemon=True).start()
+
+    def _lay_out(self, header: GgufHeader) -> _Fill:
+        """Map the memory file, and note where the tensors of the joined GGUF are."""
+        size = os.fstat(self._fd).st_size
+        raw = os.pread(self._fd, header.data_offset, 0)
+        self._places = {one.name: (header.data_offset + one.offset, one.n_bytes or 0) for one in header.tensors}
+        if _EMBEDDING in self._places:
+            self._places.setdefault(_OUTPUT, self._places[_EMBEDDING])
+        self._image = os.memfd_create("splitctl-metadata", os.MFD_CLOEXEC)
+        image = _with_output(header, raw)
+        os.ftruncate(self._image, len(image))
+        os.pwrite(self._image, image, 0)
+        block = mmap.mmap(self._fd, size, flags=mmap.MAP_SHARED)
+        with contextlib.suppress(OSError):  # a kernel without huge pages for memory files
+            block.madvise(mmap.MADV_HUGEPAGE)
+        self._n_bytes = size
+        return _Fill(block)
+
+
+def _total(size: int) -> int:
+    """Size of the memory file for a GGUF of so many bytes: whole pages, and the one that tells of it."""
+    return -(-size // _PAGE) * _PAGE + _PAGE
+
+
+def _digests(files: Sequence[FileIdentity]) -> list[list[str]]:
+    return [[one.header_xxh3_128, one.samples_xxh3_128] for one in files]
+
+
+def _read_told(fd: int) -> dict[str, Any] | None:
+    """Read the page that tells of a copy; None where there is none."""
+    size = os.fstat(fd).st_size
+    try:
+        told = json.loads(os.pread(fd, _PAGE, size - _PAGE).rstrip(b"\0")) if size >= 2 * _PAGE else None
+    except (OSError, ValueError):
+        return None
+    return told if isinstance(told, dict) and told.get("format") == _FORMAT else None
+
+
+def _pinning(fill: _Fill, pin: Callable[[mmap.mmap], Any]) -> None:
+    fill.filled.wait()
+    try:
+        if not fill.stop.is_set() and not fill.why:
+            held = pin(fill.block)
+            if isinstance(held, str):
+                fill.pin_reason = held
+            else:
+                fill.pin = held
+    except Exception as error:  # noqa: BLE001 - without it the copy is slower, and as good
+        fill.pin_reason = f"memory could not be pinned: {error}"
+    finally:
+        fill.pinned.set()
+
+
+def _filling(
+    fill: _Fill,
+    files: tuple[FileIdentity, ...],
+    pieces: Sequence[tuple[Path, int, int, int]],
+    n_threads: int,
+) -> None:
+    """Fill a copy; what was read counts only if the files are the same before and after."""
+    try:
+        for one in files:
+            one.confirmed()
+        _read_all(fill, pieces, n_threads)
+        for one in files:
+            one.confirmed()
+        if fill.stop.is_set():
+            fill.why = "the copy of the weights was given up"
+            return
+        told = {"format": _FORMAT, "complete": True, "files": _digests(files)}
+        page = json.dumps(told).encode()
+        at = len(fill.block) - _PAGE
+        fill.block[at : at + len(page)] = page
+    except (OSError, FileChanged) as error:
+        fill.why = f"there is no copy of the weights: {error}"
+    finally:
+        fill.filled.set()
+
+
+def _read_all(fill: _Fill, pieces: Sequence[tuple[Path, int, int, int]], n_threads: int) -> None:
+    handles = {path: os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in {piece[0] for piece in pieces}}
+    lock = threading.Lock()
+
+    def read(piece: tuple[Path, int, int, int]) -> None:
+        path, source, target, n_bytes = piece
+        with memoryview(fill.block)[target : target + n_bytes] as view:
+            done = 0
+            while done < n_bytes and not fill.stop.is_set():
+                n = os.preadv(handles[path], [view[done:]], source + done)
+                if not n:
+                    raise FileChanged(path, "it became shorter")
+                done += n
+        with lock:
+            fill.n_done += done
+
+    try:
+        with ThreadPoolExecutor(n_threads) as threads:
+            for _ in threads.map(read, pieces):
+                pass
+    finally:
+        for handle in handles.values():
+            os.close(handle)
+
+
+def _let_go(fill: _Fill) -> None:
+    pin, fill.pin = fill.pin, None
+    if pin is not None:
+        pin.release()
+    with contextlib.suppress(BufferError):  # somebody still looks at it: it goes with the last view
+        fill.block.close()
+
+
+# ---- the bytes of a GGUF ----
+
+
+def _entry(name: str, dims: Sequence[int], type_id: int, offset: int) -> bytes:
+    """Write one entry of the tensor list."""
+    raw = name.encode()
+    return struct.pack(f"<Q{len(raw)}sI{len(dims)}QIQ", len(raw), raw, len(dims), *dims, type_id, offset)
+
+
+def _alignment(header: GgufHeader) -> int:
+    found = header.values.get("general.alignment", 32)
+    return found if isinstance(found, int) else 32
+
+
+def _padded(n_bytes: int, header: GgufHeader) -> int:
+    alignment = _alignment(header)
+    return -(-n_bytes // alignment) * alignment
+
+
+def _pairs_of(header: GgufHeader, raw: bytes) -> bytes:
+    """Cut the metadata out of a header as it stands in the file.
+
+    Raises:
+        _Unfit: the tensor list is not written as it was read.
+    """
+    listed = b"".join(_entry(one.name, one.dims, one.type_id, one.offset) for one in header.tensors)
+    start = header.header_bytes - len(listed)
+    if raw[start : header.header_bytes] != listed:
+        raise _Unfit("its list of tensors has names that are no text")
+    return raw[24:start]
+
+
+def _head(header: GgufHeader, pairs: bytes, listed: Sequence[bytes]) -> bytes:
+    """Write a header, padded to the start of the data."""
+    n_pairs = len({*header.values, *header.array_sizes})
+    head = struct.pack("<4sIQQ", b"GGUF", header.version, len(listed), n_pairs) + pairs + b"".join(listed)
+    return head + b"\0" * (_padded(len(head), header) - len(head))
+
+
+def _joined(headers: Sequence[GgufHeader]) -> tuple[bytes, int]:
+    """Write the header of all parts in one file; gives it and where its data begin.
+
+    Raises:
+        _Unfit: they cannot be joined.
+    """
+    first = headers[0]
+    with first.path.open("rb", buffering=0) as file:
+        raw = os.pread(file.fileno(), first.data_offset, 0)
+    if any(tensor.n_bytes is None for one in headers for tensor in one.tensors):
+        raise _Unfit("it has tensors of a type that is not known")
+    if len(headers) == 1:
+        return raw + b"\0" * (first.data_offset - len(raw)), first.data_offset
+    if {_alignment(one) for one in headers} != {_alignment(first)}:
+        raise _Unfit("its parts are aligned differently")
+    pairs = _alone(_pairs_of(first, raw))
+    listed, at = [], 0
+    for one in headers:
+        listed += [_entry(tensor.name, tensor.dims, tensor.type_id, at + tensor.offset) for tensor in one.tensors]
+        n_data = one.file_bytes - one.data_offset
+        if one is not headers[-1] and n_data != _padded(n_data, first):
+            raise _Unfit("the data of its parts do not follow each other")
+        at += n_data
+    head = _head(first, pairs, listed)
+    return head, len(head)
+
+
+def _alone(pairs: bytes) -> bytes:
+    """Let metadata of a first part say that there is no other."""
+    for key in (b"split.count", b"split.no"):
+        found = struct.pack(f"<Q{len(key)}sI", len(key), key, _U16)
+        at = pairs.find(found)
+        if at >= 0:
+            pairs = pairs[: at + len(found)] + b"\0\0" + pairs[at + len(found) + 2 :]
+        elif key == b"split.count":
+            raise _Unfit("it says in an unknown way how many parts it has")
+    return pairs
+
+
+def _with_output(header: GgufHeader, raw: bytes) -> bytes:
+    """Write the metadata for a model whose data the caller gives: a tied output gets the embedding's type."""
+    named = {one.name: one for one in header.tensors}
+    listed, at = [], 0
+    tensors = list(header.tensors)
+    if _OUTPUT not in named and _EMBEDDING in named:
+        tensors.append(named[_EMBEDDING])
+    for index, one in enumerate(tensors):
+        name = _OUTPUT if index == len(header.tensors) else one.name
+        listed.append(_entry(name, one.dims, one.type_id, at))
+        at += _padded(one.n_bytes or 0, header)
+    return _head(header, _pairs_of(header, raw), listed)
