@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from splitctl.carry.arena import Arena, Arenas
+from tests.ctl.pins import FakePins
 
 HUGE_PAGE = 2 << 20
 
@@ -123,3 +124,158 @@ def test_the_newest_reported_carry_is_kept_and_the_other_arena_announced() -> No
         assert (index, len(view)) == (wanted, 5)
         arenas.reported = index
     assert overwritten == [0, 1, 0]
+
+
+def _ready(arena: Arena, n_bytes: int) -> None:
+    """Make memory ahead and use it."""
+    made = arena.ahead(n_bytes)
+    assert made is not None
+    left = arena.take(made)
+    if left is not None:
+        left.unpin()
+
+
+@pytest.fixture(params=["private", "shared"])
+def pinned_arena(request: pytest.FixtureRequest, memory_file: int) -> tuple[Arena, FakePins]:
+    """An arena whose device gains by pinned memory."""
+    arena, pins = Arena(memory_file if request.param == "shared" else None), FakePins()
+    arena.pinner = pins
+    return arena, pins
+
+
+def test_memory_made_ahead_is_pinned_as_one_piece(pinned_arena: tuple[Arena, FakePins]) -> None:
+    """A copy that ends outside of the registered piece ends the process, so all that is held is in one."""
+    arena, pins = pinned_arena
+    assert arena.pinned == (None, "")
+    _ready(arena, 3 * HUGE_PAGE + 1)
+    assert arena.pinned == (True, "")
+    assert pins.holds(arena.view(arena.n_bytes))
+    assert list(pins.held.values()) == [4 * HUGE_PAGE]
+
+
+def test_larger_memory_replaces_the_pinned_one_which_is_let_go(pinned_arena: tuple[Arena, FakePins]) -> None:
+    """The new one is pinned before the old one is unpinned, and views of the old one stay."""
+    arena, pins = pinned_arena
+    _ready(arena, 5)
+    old = arena.view(5)
+    old[:] = b"state"
+    made = arena.ahead(2 * HUGE_PAGE)
+    assert made is not None
+    assert pins.holds(old)
+    left = arena.take(made)
+    assert left is not None
+    left.unpin()
+    assert not pins.holds(old)
+    assert pins.holds(arena.view(2 * HUGE_PAGE))
+    assert bytes(old) == b"state"
+
+
+def test_what_grows_during_a_switch_is_not_pinned_and_says_so(pinned_arena: tuple[Arena, FakePins]) -> None:
+    """Nothing may lie in two registrations, and there is no time for a new one."""
+    arena, pins = pinned_arena
+    _ready(arena, 5)
+    arena.reserve(HUGE_PAGE + 1)
+    assert pins.held == {}
+    is_pinned, why = arena.pinned
+    assert is_pinned is False
+    assert "the state needs more memory than was pinned ahead" in why
+    # As large a block, pinned, is better than what is held.
+    _ready(arena, HUGE_PAGE + 1)
+    assert arena.pinned == (True, "")
+
+
+def test_memory_made_too_late_is_not_taken(pinned_arena: tuple[Arena, FakePins]) -> None:
+    """A switch that came in between has made more; what was made ahead goes."""
+    arena, pins = pinned_arena
+    made = arena.ahead(5)
+    assert made is not None
+    arena.reserve(5 * HUGE_PAGE)
+    view = arena.view(5 * HUGE_PAGE)
+    assert arena.take(made) is made
+    made.unpin()
+    assert (arena.n_bytes, pins.held) == (len(view), {})
+
+
+def test_memory_that_cannot_be_pinned_is_used_and_says_why(pinned_arena: tuple[Arena, FakePins]) -> None:
+    """Everything goes on, slower."""
+    arena, pins = pinned_arena
+    pins.refusal = "memory could not be pinned: no driver"
+    _ready(arena, 5)
+    assert arena.pinned == (False, pins.refusal)
+    arena.view(5)[:] = b"state"
+
+
+def test_a_pin_that_was_undone_is_not_called_one(pinned_arena: tuple[Arena, FakePins]) -> None:
+    """Some builds reset a device, and the driver forgets what it held."""
+    arena, _ = pinned_arena
+    made = arena.ahead(5)
+    assert made is not None
+    arena.take(made)
+    assert made.pin is not None
+    made.pin.release()
+    is_pinned, why = arena.pinned
+    assert is_pinned is False
+    assert "reset" in why
+
+
+def test_making_memory_ahead_ends_when_it_is_not_wanted_any_more() -> None:
+    """Closing a session does not wait for gigabytes."""
+    asked: list[int] = []
+
+    def goes_on() -> bool:
+        asked.append(1)
+        return len(asked) < 2
+
+    assert Arena().ahead(33 << 20, goes_on) is None
+    assert len(asked) == 2
+
+
+def test_the_place_of_an_original_is_not_replaced_until_it_is_dropped() -> None:
+    """The way back reads the original from pinned memory, so that stays pinned meanwhile."""
+    arenas, pins = Arenas(), FakePins()
+    for one in arenas.both:
+        one.pinner = pins
+        _ready(one, 5)
+    arenas.original = 0
+    views = [one.view(5) for one in arenas.both]
+    for index, one in enumerate(arenas.both):
+        made = one.ahead(HUGE_PAGE + 1)
+        assert made is not None
+        arenas.offer(index, made)
+    arenas.catch_up()
+    assert [one.n_bytes for one in arenas.both] == [HUGE_PAGE, 2 * HUGE_PAGE]
+    assert [pins.holds(one) for one in views] == [True, False]
+    arenas.original = None
+    arenas.catch_up()
+    assert [one.n_bytes for one in arenas.both] == [2 * HUGE_PAGE] * 2
+    assert not arenas.is_behind
+    assert len(pins.held) == 2
+
+
+def test_a_switch_takes_what_was_made_and_unpins_nothing() -> None:
+    """Unpinning takes time, which comes with the next decode."""
+    arenas, pins = Arenas(), FakePins()
+    arenas.both[0].pinner = pins
+    _ready(arenas.both[0], 5)
+    for size in (HUGE_PAGE + 1, 2 * HUGE_PAGE + 1):
+        made = arenas.both[0].ahead(size)
+        assert made is not None
+        arenas.offer(0, made)
+    index, view = arenas.writable(2 * HUGE_PAGE + 1)
+    assert (index, pins.holds(view), len(pins.held)) == (0, True, 3)
+    arenas.catch_up()
+    assert len(pins.held) == 1
+    assert pins.holds(view)
+
+
+def test_closing_unpins_everything() -> None:
+    """Also what was made and never used, and the place of an original."""
+    arenas, pins = Arenas(), FakePins()
+    arenas.both[0].pinner = pins
+    _ready(arenas.both[0], 5)
+    arenas.original = 0
+    made = arenas.both[0].ahead(5 * HUGE_PAGE)
+    assert made is not None
+    arenas.offer(0, made)
+    arenas.close()
+    assert pins.held == {}

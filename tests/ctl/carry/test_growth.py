@@ -1,0 +1,112 @@
+"""Arenas grow beside a session's work, and no further than the host allows."""
+
+from __future__ import annotations
+
+import pytest
+
+from splitctl.carry import growth
+from splitctl.carry.arena import Arena, Arenas, Block
+from splitctl.carry.growth import Growth
+from splitctl.host_memory import HostMemory
+from tests.ctl.pins import FakePins
+
+MIB = 1 << 20
+
+
+def _grown(arenas: Arenas) -> list[int]:
+    arenas.catch_up()
+    return [one.n_bytes // MIB for one in arenas.both]
+
+
+def test_both_arenas_grow_alike_and_the_thread_ends() -> None:
+    """What is wanted is there after the wait, pinned; wanting less does nothing."""
+    arenas, pins = Arenas(), FakePins()
+    for one in arenas.both:
+        one.pinner = pins
+    grower = Growth(arenas)
+    grower.wait()
+    grower.want(3 * MIB, 2)
+    grower.wait()
+    assert _grown(arenas) == [4, 4]
+    assert [one.pinned for one in arenas.both] == [(True, "")] * 2
+    grower.want(4 * MIB, 2)
+    assert grower._thread is None
+
+
+def test_one_arena_grows_where_one_is_wanted() -> None:
+    """Without a proof on bytes the second one takes no memory."""
+    arenas = Arenas()
+    grower = Growth(arenas)
+    grower.want(2 * MIB, 1)
+    grower.wait()
+    assert _grown(arenas) == [2, 0]
+
+
+def test_the_newest_wish_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wish that was not begun yet is replaced by the next, and one that comes meanwhile is met after it."""
+    arenas = Arenas()
+    grower = Growth(arenas)
+    made: list[int] = []
+    ahead = Arena.ahead
+
+    def noting(arena: Arena, n_bytes: int, goes_on: object) -> Block | None:
+        made.append(n_bytes // MIB)
+        if len(made) == 1:
+            grower.want(4 * MIB, 1)
+            grower.want(6 * MIB, 1)
+        return ahead(arena, n_bytes)
+
+    monkeypatch.setattr(Arena, "ahead", noting)
+    grower.want(2 * MIB, 1)
+    grower.wait()
+    assert made == [2, 6]
+    assert _grown(arenas) == [6, 0]
+
+
+def test_what_would_not_leave_the_host_as_much_again_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both arenas count."""
+    monkeypatch.setattr(growth, "host_memory", lambda: HostMemory(64 * MIB, 16 * MIB))
+    arenas = Arenas()
+    grower = Growth(arenas)
+    grower.want(4 * MIB, 2)
+    grower.wait()
+    assert _grown(arenas) == [0, 0]
+    grower.want(2 * MIB, 2)
+    grower.wait()
+    assert _grown(arenas) == [2, 2]
+
+
+def test_memory_that_cannot_be_had_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The switch that needs it says so; a later wish is tried again."""
+
+    def fails(_arena: Arena, _n_bytes: int, _goes_on: object) -> None:
+        raise OSError(12, "no memory")
+
+    arenas = Arenas()
+    grower = Growth(arenas)
+    with monkeypatch.context() as patched:
+        patched.setattr(Arena, "ahead", fails)
+        grower.want(2 * MIB, 1)
+        grower.wait()
+    grower.want(2 * MIB, 1)
+    grower.wait()
+    assert _grown(arenas) == [2, 0]
+
+
+def test_a_closed_one_grows_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was under way ends early, what comes later is not begun, and nothing stays pinned."""
+    arenas, pins = Arenas(), FakePins()
+    arenas.both[0].pinner = pins
+    grower = Growth(arenas)
+    ahead = Arena.ahead
+
+    def closed_meanwhile(arena: Arena, n_bytes: int, goes_on: object) -> Block | None:
+        grower._is_closed = True
+        return ahead(arena, n_bytes, goes_on)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Arena, "ahead", closed_meanwhile)
+    grower.want(2 * MIB, 1)
+    grower.close()
+    grower.want(8 * MIB, 1)
+    arenas.close()
+    assert (_grown(arenas), pins.held) == ([0, 0], {})
