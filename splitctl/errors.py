@@ -210,6 +210,20 @@ class Parked(SplitctlError):
 
 
 @dataclass(eq=False, repr=False)
+class TrialFailed(SplitctlError):
+    """The first decode of a state that another process has sealed failed: this process is no place for it.
+
+    Attributes:
+        why: what the library said, or was wrong with its logits.
+    """
+
+    why: str
+
+    def __str__(self) -> str:
+        return f"the first decode after the switch failed: {self.why}"
+
+
+@dataclass(eq=False, repr=False)
 class StateUnsound(SplitctlError):
     """A state that was just saved is not what the library and the session say they hold.
 

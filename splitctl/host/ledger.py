@@ -362,7 +362,13 @@ class Ledger:
     # ---- a worker is gone, another one comes ----
 
     def lost(self) -> None:
-        """Note that the worker is gone: what it had to end has ended, what it read in part may be read again."""
+        """Note that the worker is gone, which counts against the streams that it was at."""
+        self.detached()
+        for job in self.running:
+            job.n_losses += 1
+
+    def detached(self) -> None:
+        """Note that no worker is at any stream: what one had to end has ended, and what it read in part is unknown."""
         self._has_worker = False
         for row in self.rows:
             if row.stream is None:
@@ -373,7 +379,6 @@ class Ledger:
                 del self.jobs[job.number]
             else:
                 job.n_read, job.read_ms = 0, 0.0
-                job.n_losses += 1
 
     def resume(self) -> tuple[list[Start], list[StreamJob]]:
         """Let a new worker go on: gives its orders, and the jobs that lack nothing but the report of their end."""

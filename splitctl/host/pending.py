@@ -87,6 +87,11 @@ class PendingOrders:
         else:
             waiting.answer.set_result(report)
 
+    def moved(self) -> None:
+        """Note that another worker serves, which gets what the one before has not answered."""
+        for one in self._waiting.values():
+            one.is_sent = one.is_sent and one.on_loss is OnLoss.HOLD
+
     def lost(self, reason: str) -> bool:
         """Note how the worker ended; says whether an order has failed by it."""
         n_before = len(self._waiting)

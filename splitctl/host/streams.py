@@ -364,6 +364,10 @@ class StreamTable:
         hopeless = [job for job in self.ledger.running if job.n_losses >= _MAX_LOSSES]
         self._give_up(hopeless, f"{_MAX_LOSSES} workers were lost over it, the last one thus: {reason}")
 
+    def detached(self) -> None:
+        """Note that the worker has let go of all streams, which wait for another one, or for it again."""
+        self.ledger.detached()
+
     def back(self) -> None:
         """Continue every stream in a new worker where it stood."""
         starts, complete = self.ledger.resume()

@@ -29,16 +29,17 @@ from splitctl.host import events
 from splitctl.host.config import HostConfig, HostState
 from splitctl.host.link import End
 from splitctl.host.manager import WorkerManager
+from splitctl.host.moves import Moves
 from splitctl.host.parking import SessionFiles
 from splitctl.host.pending import OnLoss, PendingOrders
 from splitctl.host.recovery import Attempt, Loss
 from splitctl.host.saving import Saving
 from splitctl.host.streams import Stream, StreamTable
-from splitctl.host.switches import Switches, SwitchRecord
+from splitctl.host.switches import Switches
 from splitctl.ipc import orders
 from splitctl.ipc.jobs import Fault
 from splitctl.model.identity import FileIdentity
-from splitctl.outcome import Stage, SwitchOptions, to_plain
+from splitctl.outcome import SwitchOptions, to_plain
 from splitctl.placement import Placement
 
 #: How long a worker that was ordered to close may take [seconds].
@@ -73,7 +74,18 @@ class Supervisor:
             config.save_path, self._streams.ledger, by_worker=self._save, without_worker=self._write, log=log
         )
         self._hub = events.Hub()
-        self._on_stage: Callable[[str, float], None] | None = None
+        self._moves = Moves(
+            self._switches,
+            self._streams,
+            self._pending,
+            self._manager,
+            self._hub,
+            open_order=lambda target, number: self._reopening(target, standby_for=number),
+            take_opened=self._take_opened,
+            is_parked=self._is_parked_by_worker,
+            flush=self._flush,
+            log=log,
+        )
         self._is_replacing = False
         self._parked: events.SessionParked | None = None
         self._lost_at = 0.0
@@ -167,19 +179,12 @@ class Supervisor:
             RequestFailed: the worker could not take it.
         """
         target = self._target(changes)
-        order = orders.Switch(self._pending.number(), target, options)
-        self._switches.begin(order.order, target, time.monotonic(), timeout_s)
-        self._on_stage = on_stage
-        answer = self._pending.put(order, OnLoss.HOLD)
-        self._flush()
-        outcome: dict[str, Any] = await asyncio.shield(answer)
+        outcome: dict[str, Any] = await asyncio.shield(self._moves.begin(target, options, timeout_s, on_stage))
         return outcome
 
     def cancel_switch(self) -> None:
         """Ask the switch under way to end in the old placement; without one nothing happens."""
-        if self._switches.under_way is not None:
-            self._switches.under_way.is_cancelled = True
-            self._manager.cancel()
+        self._moves.cancel()
 
     async def check(self, changes: Mapping[str, Any], options: SwitchOptions = _PLAIN) -> dict[str, Any]:
         """Say what a switch would do; the arguments are those of `switch`.
@@ -269,6 +274,7 @@ class Supervisor:
             "state": self.state.value,
             "pid": os.getpid(),
             "worker_pid": self.worker_pid,
+            "standby_pid": self._manager.standby_pid,
             "model": dict(self._model),
             "placement": switches.effective.to_json(),
             "weights": {"tier": self._config.weights.value, "copy": None},
@@ -308,66 +314,22 @@ class Supervisor:
         match report:
             case orders.Reading() | orders.Step() | orders.Ended() | orders.Forgot():
                 self._streams.take(report)
-            case orders.StageReached():
-                self._reached(report)
-            case orders.Sealed():
-                self._switches.sealed(report)
-            case orders.Unsealed():
-                self._switches.unsealed(report.arena)
-            case orders.Switched():
-                self._switched(report)
-            case orders.Trial():
-                outcome = self._switches.tried(report)
-                if not self._is_parked_by_worker(outcome):
-                    self._streams.resize(self._switches.effective.n_seq_max)
-                    self._publish_trial(outcome)
+            case (
+                orders.StageReached() | orders.Sealed() | orders.Unsealed() | orders.FitsBeside() | orders.HandedOver()
+                | orders.FirstStep() | orders.Switched() | orders.Trial()
+            ):  # fmt: skip
+                self._moves.take(report)
             case orders.Replaced():
                 self._streams.ledger.replace(report.sequences)
                 self._pending.answer(report.order, report)
             case orders.Tokenized() | orders.Checked() | orders.Saved():
                 self._pending.answer(report.order, report)
             case orders.Failed():
-                self._switches.not_taken(report.order)
-                self._pending.answer(report.order, report)
+                if not self._moves.has_taken_failure(report):
+                    self._pending.answer(report.order, report)
                 self._flush()
+        self._moves.settle()
         self._expect()
-
-    def _reached(self, report: orders.StageReached) -> None:
-        was_moving = self._switches.is_moving
-        stage = self._switches.reached(report, time.monotonic())
-        switch = self._switches.under_way
-        if switch is not None and self._switches.is_moving and not was_moving:
-            self._streams.pause(f"the session is moved to {switch.target.mode.value} mode")
-        if switch is not None and stage is Stage.QUIESCING and switch.timeout_s is not None:
-            asyncio.get_running_loop().call_later(switch.timeout_s, self._miss_boundary, switch)
-        if self._on_stage is not None:
-            self._on_stage(stage.value, report.share)
-        self._hub.publish(events.SwitchStage(stage.value, report.share))
-
-    def _miss_boundary(self, switch: SwitchRecord) -> None:
-        """Cancel a switch for which the token boundary is overdue."""
-        if switch is self._switches.under_way and not switch.is_begun and not switch.is_cancelled:
-            switch.is_late = True
-            self.cancel_switch()
-
-    def _switched(self, report: orders.Switched) -> None:
-        outcome = self._switches.switched(report, time.monotonic())
-        if self._is_parked_by_worker(outcome):
-            return
-        self._streams.resize(self._switches.effective.n_seq_max)
-        self._publish_switch(outcome, report.order)
-        self._streams.resume()
-        self._flush()
-
-    def _publish_switch(self, outcome: dict[str, Any], order: int) -> None:
-        self._on_stage = None
-        self._pending.answer(order, outcome)
-        self._hub.publish(events.SwitchEnded(outcome))
-
-    def _publish_trial(self, outcome: dict[str, Any]) -> None:
-        if outcome["status"] != "switched":
-            self._log(f"the switch to {outcome['requested']} was fallen back from: {outcome['reason']}")
-        self._hub.publish(events.TrialEnded(outcome))
 
     def _is_parked_by_worker(self, outcome: Mapping[str, Any]) -> bool:
         """End a worker that has parked the session: a new one may find the room that it did not."""
@@ -408,7 +370,8 @@ class Supervisor:
     def _flush(self) -> None:
         """Give the worker what waits for it, if one serves."""
         if self._manager.is_open and self._state is not HostState.RECOVERING:
-            for order in self._pending.unsent():
+            switch = self._switches.under_way
+            for order in () if switch is not None and switch.is_handing else self._pending.unsent():
                 self._manager.send(order)
             if self._state is HostState.SERVING and not self._switches.is_moving and not self._is_replacing:
                 self._streams.start_waiting()
@@ -416,7 +379,8 @@ class Supervisor:
 
     def _expect(self) -> None:
         """Let the worker's silence be measured as long as it owes something."""
-        owes = self._pending.is_expecting() or self._streams.ledger.is_working or self._state is HostState.STOPPING
+        asked = self._pending.is_expecting(orders.Tokenize, orders.Check, orders.Save, orders.Restore)
+        owes = asked or self._moves.owes or self._state is HostState.STOPPING
         has_file = self._pending.is_expecting(orders.Save, orders.Restore)
         self._manager.expect(anything=owes, n_deadlines=_FILE_DEADLINES if has_file else 1.0)
 
@@ -430,6 +394,9 @@ class Supervisor:
     def lost(self, pid: int, end: End) -> None:
         """Note that a worker is gone; the session recovers if it was serving."""
         reason = end.reason
+        self._moves.lost()
+        if self._state is HostState.SERVING and self._moves.has_gone_back(end):
+            return
         if end.failure is not None and end.failure.fault is Fault.PARKED:
             self._files.note_parked_by_worker(end.failure.body)
         was_idle = not (self._pending.is_expecting() or self._streams.ledger.is_working)
@@ -465,17 +432,8 @@ class Supervisor:
 
     def _end_switches(self, placement: Placement | None, reason: str, *, recomputed: bool) -> None:
         """End the switch that was under way or on trial when the worker was lost."""
-        switch, held = self._switches.under_way, self._streams.ledger.held
-        outcomes = self._switches.recovered(
-            placement, reason, recomputed=recomputed, held=held, now=time.monotonic(), lost_at=self._lost_at
-        )
-        if placement is None:
-            for outcome in outcomes:
-                outcome["parked_at"] = to_plain(self._parked_at)
-        if switch is not None:
-            self._publish_switch(outcomes.pop(), switch.order)
-        for outcome in outcomes:
-            self._publish_trial(outcome)
+        parked = {} if placement is not None else {"parked_at": to_plain(self._parked_at)}
+        self._moves.end(placement, reason, recomputed=recomputed, lost_at=self._lost_at, more=parked)
 
     # ---- files ----
 
@@ -548,6 +506,7 @@ class Supervisor:
         has_worker = self._state is HostState.SERVING and self._manager.is_open
         self.cancel_switch()
         self._state = HostState.STOPPING
+        await self._moves.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -20,8 +20,8 @@ from splitctl.carry.seal import Seal
 from splitctl.errors import Reason, SplitctlError
 from splitctl.host.ledger import ReportWrong
 from splitctl.host.recovery import Loss
-from splitctl.ipc.orders import Sealed, StageReached, Switched, Trial
-from splitctl.outcome import Stage, StageTimes, SwitchOutcome, SwitchStatus
+from splitctl.ipc.orders import FitsBeside, Sealed, StageReached, Switched, Trial
+from splitctl.outcome import Route, Stage, StageTimes, SwitchOptions, SwitchOutcome, SwitchStatus, Via
 from splitctl.placement import Placement
 from splitctl.switching.machine import FALLING_BACK
 
@@ -30,10 +30,17 @@ _KEPT = 256
 #: Those of them whose outcomes are shown.
 _SHOWN = 16
 
+_SERVES = frozenset({Stage.CHECKING, Stage.QUIESCING})
+"""Stages in which streams go on."""
+_SERVES_BESIDE = _SERVES | {Stage.PLACING, Stage.BUILDING, Stage.TRIAL}
+"""The same where a second worker does it: there the first decode is one that is forgotten."""
+
 _BACK = FALLING_BACK | {Stage.RECOMPUTING, Stage.PARKING}
 """Stages after something failed: where it failed is the stage before."""
 
 _MS = 1e3
+
+_PLAIN = SwitchOptions()
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +55,10 @@ class SwitchRecord:
         timeout_s: longest wait for the token boundary, seconds; None: as long as it takes.
         stage: where it is.
         stage_at: when the present stage began.
+        options: how.
         is_begun: the token boundary has come, and streams stand still.
+        is_beside: a second worker does it, and the first one serves on until it has sealed.
+        is_handing: the first one has been ordered to seal, and gets no other order.
         failed_at: the last stage before it went back, if it did.
         seal: the carry that it has sealed.
         is_cancelled: it was asked to end.
@@ -63,9 +73,12 @@ class SwitchRecord:
     original: Placement
     started_at: float
     timeout_s: float | None
+    options: SwitchOptions = field(default_factory=SwitchOptions)
     stage: Stage = Stage.CHECKING
     stage_at: float = field(kw_only=True)
     is_begun: bool = False
+    is_beside: bool = False
+    is_handing: bool = False
     failed_at: Stage | None = None
     seal: Seal | None = None
     is_cancelled: bool = False
@@ -137,14 +150,28 @@ class Switches:
 
     @property
     def is_moving(self) -> bool:
-        """Whether a switch has passed the token boundary: streams stand still."""
-        return self.under_way is not None and self.under_way.is_begun
+        """Whether a switch is at the token boundary or past it: the worker gets nothing else to do."""
+        return self.under_way is not None and (self.under_way.is_begun or self.under_way.is_handing)
 
     # ---- what is asked and reported ----
 
-    def begin(self, order: int, target: Placement, now: float, timeout_s: float | None = None) -> None:
+    def begin(
+        self,
+        order: int,
+        target: Placement,
+        now: float,
+        timeout_s: float | None = None,
+        options: SwitchOptions = _PLAIN,
+    ) -> None:
         """Take a switch that a worker is ordered to do."""
-        self.under_way = SwitchRecord(order, target, self.effective, now, timeout_s, stage_at=now)
+        self.under_way = SwitchRecord(order, target, self.effective, now, timeout_s, options, stage_at=now)
+
+    def fits_beside(self, report: FitsBeside) -> SwitchRecord:
+        """Give the switch of which a worker has said that its target fits beside."""
+        switch = self.of(report.order)
+        if switch.is_begun or switch.is_beside or switch.options.via is Route.IN_PLACE:
+            raise ReportWrong("a switch that fits beside, and nobody had asked")
+        return switch
 
     def reached(self, report: StageReached, now: float) -> Stage:
         """Note where the switch is."""
@@ -155,8 +182,8 @@ class Switches:
         if self.trial is not None and self.trial.order == report.order:
             # Its first decode failed, and the worker goes back: the trial is over when it says so.
             return stage
-        switch = self._of(report.order)
-        switch.is_begun = switch.is_begun or stage not in {Stage.CHECKING, Stage.QUIESCING}
+        switch = self.of(report.order)
+        switch.is_begun = switch.is_begun or stage not in (_SERVES_BESIDE if switch.is_beside else _SERVES)
         if stage is not switch.stage:
             switch.leave(now)
             if stage in _BACK and switch.failed_at is None:
@@ -182,7 +209,7 @@ class Switches:
 
     def switched(self, report: Switched, now: float) -> dict[str, Any]:
         """Take the outcome of the switch under way; gives it, corrected by what only the supervisor knows."""
-        switch = self._of(report.order)
+        switch = self.of(report.order)
         outcome = dict(report.outcome)
         status, effective = read_outcome(outcome)
         if status is SwitchStatus.CANCELLED and switch.is_late:
@@ -199,7 +226,10 @@ class Switches:
         self.under_way = None
         self._end(switch, outcome, now)
         is_on_trial = status is SwitchStatus.SWITCHED and not outcome.get("confirmed")
-        if is_on_trial or switch.seal is not None:
+        if switch.is_beside and not is_on_trial and self.trial is not None:
+            # The first worker goes on as it was, and its trial with it; its original is what it sealed last.
+            self.trial.seal = switch.seal or self.trial.seal
+        elif is_on_trial or switch.seal is not None:
             self._settle(self.trial)
             self.trial = None
         if is_on_trial:
@@ -217,7 +247,9 @@ class Switches:
         if status is SwitchStatus.PARKED:
             # As above: the trial is over when the session serves again, or nothing is left to try.
             return outcome
-        self._end_trial(outcome)
+        if self.trial is not None or self._newest is None or not self._newest.is_beside:
+            # Else it is that of a switch which another one beside has replaced, and was itself fallen back from.
+            self._end_trial(outcome)
         if status is not SwitchStatus.SWITCHED:
             self._fall_back(effective)
             if self.under_way is not None:
@@ -301,7 +333,8 @@ class Switches:
         times = [one.took_s for one in self._ended if one.way == (before, after) and one.has_succeeded]
         return median(times) if times else None
 
-    def _of(self, order: int) -> SwitchRecord:
+    def of(self, order: int) -> SwitchRecord:
+        """Give the switch under way, by the number of its order."""
         if self.under_way is None or self.under_way.order != order:
             raise ReportWrong(f"a switch {order}, which is not under way")
         return self.under_way
@@ -363,6 +396,7 @@ def _switch_lost(
         reason=reason,
         reasons=(Reason("worker-lost", reason),),
         stage=switch.failed_at or switch.stage,
+        via=Via.BESIDE if switch.is_beside else Via.COMPOSED,
         recomputed=recomputed,
         stages_ms=StageTimes(**switch.stages_ms),
         state_bytes=None if switch.seal is None else switch.seal.state_bytes,

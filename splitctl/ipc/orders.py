@@ -181,13 +181,11 @@ class TakeOver:
 
     Attributes:
         seal: what it has sealed.
-        sequences: what each sequence must hold in the end, as in Open; nothing is read again for it.
         options: how the state is proved.
     """
 
     order: int
     seal: Seal
-    sequences: tuple[SequenceSnapshot, ...] = ()
     options: SwitchOptions = field(default_factory=SwitchOptions)
 
 
@@ -238,7 +236,7 @@ class Opened:
     Attributes:
         placement: where, with what the library resolved.
         model: what a client may want to know: path, name, architecture, n_layer, n_vocab, n_ctx_train, weight_bytes,
-            has_chat_template, build (the library's).
+            has_chat_template, build (the library's), devices (each with link_gb_s: to and from it, GB/s, or null).
         recomputed: tokens were read again for it.
         reason: why; empty where they were not.
         load_ms: time to load and build, ms.

@@ -32,7 +32,7 @@ from splitctl.carry.sampling import SamplerSpec, Token
 from splitctl.carry.sequence import common, no_logits, no_tokens
 from splitctl.engine.live import Batch, batches
 from splitctl.engine.sampler import Sampler
-from splitctl.errors import Cancelled, ConfigInvalid, Reason, Refused
+from splitctl.errors import Cancelled, ConfigInvalid, Reason, Refused, TrialFailed
 from splitctl.outcome import Stage
 from splitctl.placement import SplitMode
 
@@ -89,6 +89,8 @@ class Decoder:
         self._live = live
         self._switcher = switcher
         self._effects = switcher.effects
+        self.must_succeed = False
+        """The next decode is the trial of a state that another process has sealed, and keeps."""
 
     # ---- prompts ----
 
@@ -109,6 +111,7 @@ class Decoder:
         n_kept = self._keep_common(slot, wanted, needs_logits=pending is None)
         if encoder_tokens and not slot.encoder_tokens.size:
             self.encode_prompt(slot, encoder_tokens)
+        self._live.expect(len(wanted) - n_kept)
         return Filling(n_kept, tuple(wanted[n_kept:]), pending)
 
     def _keep_common(self, slot: Slot, wanted: Sequence[int], *, needs_logits: bool) -> int:
@@ -275,18 +278,22 @@ class Decoder:
     def _run(self, batch: Batch) -> dict[int, NDArray[np.float32]]:
         """Decode; a trial that fails is done again in the old placement."""
         live = self._live
-        if not self._switcher.on_trial:
+        if not (self._switcher.on_trial or self.must_succeed):
             return live.run(batch)
         try:
             rows = live.run(batch)
             # An embedding decoder leaves its logits at zero.
-            wrong = "" if live.engine.embeddings else _nonsense(rows)
+            wrong = "" if live.engine.embeddings else nonsense(rows)
         except CallFailed as error:
             if live.engine.library.is_interrupted:
                 raise  # it was ended, which says nothing of the placement
             rows, wrong = {}, str(error)
+        if self.must_succeed and wrong:
+            raise TrialFailed(wrong)
+        self.must_succeed = False
         if not wrong:
-            self._switcher.trial_succeeded()
+            if self._switcher.on_trial:
+                self._switcher.trial_succeeded()
             return rows
         self._switcher.trial_failed(Reason("trial-failed", f"the first decode after the switch failed: {wrong}"))
         if self._switcher.state.stage is Stage.PARKED:
@@ -422,7 +429,8 @@ _ALWAYS_STREAMS = frozenset({"deepseek4"})
 """Architectures that keep a stream for each sequence whatever is asked. Source: seen on build 11549."""
 
 
-def _nonsense(rows: Mapping[int, NDArray[np.float32]]) -> str:
+def nonsense(rows: Mapping[int, NDArray[np.float32]]) -> str:
+    """Say why logits, float32[n_vocab] each, cannot be those of a decode; "" where they can."""
     for row in rows.values():
         if bool(np.isnan(row).any()):
             return "its logits are not numbers"

@@ -22,6 +22,7 @@ from splitctl.outcome import Proof, Stage, SwitchOptions, SwitchOutcome, Weights
 from splitctl.placement import Placement, whole
 from splitctl.session import arguments
 from splitctl.session.decoder import Decoder
+from splitctl.session.handing import Handing
 from splitctl.session.opening import open_parts
 from splitctl.switching.checking import Checked
 from splitctl.switching.effects import Effects, Run
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from llama_native import Model
     from splitctl.carry.arena import Arenas
     from splitctl.carry.sampling import SamplerSpec, Token
-    from splitctl.carry.seal import Seal
     from splitctl.carry.sequence import SequenceCarry
     from splitctl.engine.live import LiveSession
     from splitctl.engine.slot import Slot
@@ -64,6 +64,8 @@ class Session:
         self._effects = Effects(live, self._storage.park)
         self._switcher = Switcher(self._effects, live.placement)
         self._decoder = Decoder(live, self._switcher)
+        self.handing = Handing(live, checker, storage, self._effects.transfer, self._decoder, self._working)
+        """Hands the session to another process, or takes one over."""
 
     @classmethod
     def open(
@@ -500,19 +502,22 @@ class Session:
             )
             return self._switcher.run(target, run, check=check, enter=enter)
 
-    def reserve(self, n_tokens: int, *, proof: Proof = Proof.BYTES) -> int:
-        """Take the memory that a switch will need, and touch it, so that the switch itself does not wait for it.
+    def reserve(self, n_tokens: int, *, proof: Proof = Proof.BYTES, wait: bool = True) -> int:
+        """Take the memory that a switch will need, touch and pin it, so that the switch itself does not wait for it.
+
+        From then on it grows, beside the work of the session, before what the sequences hold needs it.
 
         Args:
             n_tokens: tokens that all sequences will hold by then.
             proof: the proof that the switch will use; reading back takes a second copy.
+            wait: whether to wait for it; False: it is made beside what the session does next.
 
         Returns:
             Bytes held for carries now; what would not leave the host as much again stays unreserved.
         """
         with self._working("reserving memory"):
             n_copies = 2 if arguments.proof_of(proof) is Proof.BYTES else 1
-            return self._live.reserve(arguments.count_of("n_tokens", n_tokens), n_copies=n_copies)
+            return self._live.reserve(arguments.count_of("n_tokens", n_tokens), n_copies=n_copies, wait=wait)
 
     def save(self, path: str | os.PathLike[str]) -> int:
         """Write the whole session (state, tokens, logits, samplers) to one file; returns its bytes.
@@ -536,28 +541,6 @@ class Session:
         with self._working("restoring"):
             return self._storage.restore(path, self._effects.transfer)
 
-    def notify_seals(self, on_sealed: Callable[[Seal], None], on_overwrite: Callable[[int], None]) -> None:
-        """Report every sealed carry from now on, which then lies in its arena as a whole.
-
-        Args:
-            on_sealed: called with where a carry lies, before anything is freed; what it raises fails the sealing.
-            on_overwrite: called with the index of an arena that is about to be overwritten. Both are called with the
-                turn held: they must not call back in.
-        """
-        self._storage.notify_seals(self._effects.transfer, on_sealed, on_overwrite)
-
-    def take_over(self, seal: Seal) -> tuple[str, ...]:
-        """Become what lies sealed in one of the arenas; nothing is read again.
-
-        Returns:
-            One phrase a change that the state needed.
-
-        Raises:
-            SplitctlError: it is not what was sealed, or this context cannot hold it; the session is as it was.
-        """
-        with self._working("taking over a sealed carry"):
-            return self._storage.take_over(seal, self._effects.transfer)
-
     def state_bytes(self) -> int | None:
         """Return how many bytes a state would take now; None for a model without a memory."""
         with self._working("sizing the state"):
@@ -571,6 +554,7 @@ class Session:
             for slot in self._live.slots.values():
                 slot.clear()
             self._switcher.close()
+            self._live.close_arenas()
 
     def __enter__(self) -> Self:
         return self

@@ -136,8 +136,10 @@ class Storage:
         transfer.on_sealed = sealed
         arenas.on_overwrite = on_overwrite
 
-    def take_over(self, seal: Seal, transfer: Transfer) -> tuple[str, ...]:
+    def take_over(self, seal: Seal, transfer: Transfer, *, is_read_back: bool) -> tuple[str, ...]:
         """Replace what the session holds with a carry in an arena; where its state cannot be used, nothing is.
+
+        With ``is_read_back`` the proof that :meth:`Transfer.unlike_what_was_given` gives comes next.
 
         Returns:
             One phrase a change that the state needed.
@@ -147,10 +149,11 @@ class Storage:
                 was.
         """
         arenas = self._live.arenas
+        arenas.take_made()
         read = seals.take(arenas.both[seal.arena], seal)
         arenas.reported = seal.arena
         slots, is_foreign = self._fitting(read)
-        changes = transfer.replace(read.state, slots(), refit=is_foreign)
+        changes = transfer.replace(read.state, slots(), refit=is_foreign, is_read_back=is_read_back)
         self._take_samplers(read)
         return changes
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
-from splitctl.errors import ConfigInvalid, ContextFull, Parked
+from splitctl.errors import ConfigInvalid, ContextFull, Parked, TrialFailed
 from splitctl.ipc.orders import Drawn, Ended, Forgot, Reading, Report, Start, Step
 from splitctl.session import Session
 from splitctl.session.decoder import Filling
@@ -88,6 +88,12 @@ class Batcher:
             taken = f"{order.stream} on sequence {order.seq_id}"
             raise ConfigInvalid("stream", taken, "a number and a sequence that no stream has")
 
+    def detach(self) -> None:
+        """Let go of every stream without an end: each goes on elsewhere, and its sequence keeps what it holds."""
+        for stream in self._streams.values():
+            self._touch(stream.seq_id)
+        self._streams.clear()
+
     def halt(self, number: int) -> None:
         """End a stream; its sequence keeps what it holds."""
         if number in self._streams:
@@ -97,7 +103,7 @@ class Batcher:
         """Read a piece of the first prompt that can be read, and step every stream that generates.
 
         Raises:
-            Parked: the session serves no more; no stream has ended by that.
+            Parked, TrialFailed: the session serves no more here; no stream has ended by that.
         """
         self._admit()
         reading = next((one for one in self._streams.values() if one.is_admitted and not one.is_generating), None)
@@ -243,7 +249,7 @@ class Batcher:
         """Do a piece of work; an error ends the streams that it was for, and no others."""
         try:
             work()
-        except Parked:
+        except (Parked, TrialFailed):
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, others are served on
             for stream in streams:

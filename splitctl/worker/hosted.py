@@ -8,10 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from splitctl.carry.sampling import SamplerSpec
+from splitctl.errors import Reason
 from splitctl.host_memory import host_memory
 from splitctl.ipc import orders
 from splitctl.ipc.orders import SequenceSnapshot
+from splitctl.outcome import DOES_NOT_FIT, Route, Stage, StageTimes, SwitchOutcome, SwitchStatus
 from splitctl.switching import conversion
+
+#: The code of the reason that a server's devices take no second worker.
+RPC_SERVES_ONE = "rpc-serves-one"
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,6 +74,43 @@ def snapshots_of(session: Session) -> tuple[SequenceSnapshot, ...]:
             encoder_tokens=tuple(one.encoder_tokens.tolist()),
         )
         for one in session.sequences()
+    )
+
+
+def why_not_beside(session: Session, checked: Checked) -> str | None:
+    """Say why a second worker cannot place a checked target while this one serves; "" where it can.
+
+    Returns:
+        None where nobody wants to know: the switch goes in place, is refused, or changes nothing.
+    """
+    via = checked.options.via
+    if via is Route.IN_PLACE or checked.reasons or not session.placement.differs(checked.target):
+        return None
+    return session.handing.why_not_beside(checked)
+
+
+def checking_ms(checked: Checked) -> float:
+    """Return the time that a check took, ms."""
+    began, ended = checked.at or (0.0, 0.0)
+    return (ended - began) * 1e3
+
+
+def refused(session: Session, checked: Checked, why_not_beside: str = "") -> SwitchOutcome:
+    """Give the outcome of a switch that is refused for what was found, or because it cannot be beside."""
+    reasons = checked.reasons
+    if why_not_beside:
+        code = RPC_SERVES_ONE if session.model.library.rpc_servers else DOES_NOT_FIT
+        reasons = (Reason(code, f"{why_not_beside}; switch in place (--via in-place)"),)
+    return SwitchOutcome(
+        SwitchStatus.REFUSED,
+        checked.target,
+        session.placement,
+        "; ".join(reason.text for reason in reasons),
+        reasons,
+        Stage.CHECKING,
+        stages_ms=StageTimes(checking=checking_ms(checked)),
+        total_ms=checking_ms(checked),
+        via_reason=why_not_beside,
     )
 
 

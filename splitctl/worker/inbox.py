@@ -65,10 +65,17 @@ class CancelGate(threading.Event):
 
 @dataclass(frozen=True, slots=True)
 class CheckDone:
-    """A check that ran on a thread of its own is over; it found this, or raised it."""
+    """A check that ran on a thread of its own is over.
+
+    Attributes:
+        order: what was checked.
+        found: what was found, or raised.
+        why_not_beside: why a second worker cannot place the target; "" where it can, None where nobody wants to know.
+    """
 
     order: Switch | Check
     found: Checked | Exception
+    why_not_beside: str | None = None
 
 
 class Inbox:

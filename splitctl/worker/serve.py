@@ -10,18 +10,18 @@ import dataclasses
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, Self
 
-from llama_native import Library
+from llama_native import Library, link_gb_s
 from splitctl.carry.arena import Arena, Arenas
-from splitctl.errors import Busy, ConfigInvalid, Parked, SplitctlError
+from splitctl.errors import Busy, ConfigInvalid, Parked, Refused, SplitctlError
 from splitctl.ipc import orders
 from splitctl.ipc.jobs import Failure, Fault, HostRequest, JobEvent, Progress, Result
 from splitctl.ipc.orders import Open, Order, Report, WorkerEvent
 from splitctl.ipc.wire import MessageInvalid
-from splitctl.outcome import Stage, SwitchOutcome, SwitchStatus, to_plain
+from splitctl.outcome import Route, Stage, SwitchOutcome, SwitchStatus, to_plain
 from splitctl.placement import SplitMode
 from splitctl.session import Session
 from splitctl.session.opening import trials_of
@@ -42,7 +42,7 @@ Emit = Callable[[WorkerEvent], None]
 _ALIVE_S = 1.0
 #: Stages of a switch that end before the worker's loop takes it up.
 _REPORTED_BEFORE = frozenset({Stage.CHECKING, Stage.QUIESCING})
-#: Tokens whose state the arenas have room for from the start; a larger one makes them grow when it is saved.
+#: Tokens whose state the arenas have room for from the start; they grow before what the sequences hold needs it.
 _N_RESERVED = 4096
 
 
@@ -112,8 +112,24 @@ def _opened(
     prober = trials_of(library, env, is_cancelled)
     if request.rpc:
         try_on_servers(prober, facts, order.placement.changed(mode=SplitMode.TENSOR), report.emit)
-    report.emit(Progress("loading", 0.0))
-    share = Steps(lambda stage, done: report.emit(Progress(stage, done)))
+    standby, placed_at = order.standby_for, 0.0
+
+    def tell(stage: str, done: float) -> None:
+        if standby is None:
+            report.emit(Progress(stage, done))
+        else:
+            report(orders.StageReached(standby, stage, done))
+
+    def loaded(done: float) -> None:
+        nonlocal placed_at
+        placed_at = perf_counter()
+        if standby is None or done < 1.0:
+            share("loading" if standby is None else Stage.PLACING.value, done)
+        else:
+            share(Stage.BUILDING.value, 0.0)
+
+    share = Steps(tell)
+    loaded(0.0)
     if len(request.arena_fds) != 2:
         raise ConfigInvalid("arena_fds", list(request.arena_fds), "two descriptors")
     started = perf_counter()
@@ -124,7 +140,7 @@ def _opened(
         adapters=[(one.path, one.scale) for one in order.adapters],
         prober=prober,
         cancel=gate,
-        progress=lambda done: share("loading", done),
+        progress=loaded,
         force=order.force,
         arenas=Arenas(*map(Arena, request.arena_fds)),
         on_tick=report.tick,
@@ -132,7 +148,14 @@ def _opened(
         weights=order.weights,
     ) as session:
         load_ms = (perf_counter() - started) * 1e3
-        session.notify_seals(lambda seal: report(orders.Sealed(seal)), lambda arena: report(orders.Unsealed(arena)))
+        building_ms = (perf_counter() - placed_at) * 1e3
+        stages_ms = {"placing": load_ms - building_ms, "building": building_ms}
+        session.handing.notify_seals(
+            lambda seal: report(orders.Sealed(seal)), lambda arena: report(orders.Unsealed(arena))
+        )
+        if standby is not None:
+            share(Stage.TRIAL.value, 0.0)
+            session.handing.warm_up()
         started = perf_counter()
         reason = _bring_back(session, order, share)
         restore_ms = (perf_counter() - started) * 1e3 if order.seal or order.sequences else 0.0
@@ -140,7 +163,7 @@ def _opened(
         about = _about(session)
         report(orders.Opened(session.placement, about, bool(reason), reason, load_ms, restore_ms, session.files))
         with _Checks(session, report, inbox, gate) as checks:
-            yield _Server(session, report, gate, inbox, checks)
+            yield _Server(session, report, gate, inbox, checks, {} if standby is None else stages_ms)
 
 
 def _bring_back(session: Session, order: Open, share: Steps) -> str:
@@ -149,13 +172,13 @@ def _bring_back(session: Session, order: Open, share: Steps) -> str:
     if order.seal is not None:
         share("restoring", 0.0)
         try:
-            session.take_over(order.seal)
+            session.handing.take_over(order.seal)
             why = "they came after the sealed carry"
         except SplitctlError as error:
             why = f"the sealed carry could not be used ({error})"
     n_read = hosted.bring_to(session, order.sequences, lambda done, n: share("reading again", done / n))
-    with suppress(OSError):  # where memory is short, the switch that needs it says so
-        session.reserve(min(session.placement.n_ctx, _N_RESERVED))
+    # A state is about to come to a standby, through memory that is then ready; others go on meanwhile.
+    session.reserve(min(session.placement.n_ctx, _N_RESERVED), wait=order.standby_for is not None)
     return f"{n_read} tokens were read again: {why}" if n_read else ""
 
 
@@ -173,8 +196,14 @@ def _about(session: Session) -> dict[str, Any]:
         "has_chat_template": bool(model.chat_template()),
         "build": model.library.build,
         # Asked now, when the weights and the cache lie there, and not between free and place (law 5 of the switch).
-        "devices": [device_body(one) for one in model.library.devices()],
+        "devices": [{**device_body(one), "link_gb_s": _link(session, one.name)} for one in model.library.devices()],
     }
+
+
+def _link(session: Session, device: str) -> dict[str, float] | None:
+    """Measure what the link to a device of the placement allows; None where that is not known."""
+    devices = session.placement.devices
+    return link_gb_s(session.model.library, device) if not devices or device in devices else None
 
 
 class _Checks:
@@ -208,14 +237,18 @@ class _Checks:
     def _work(self) -> None:
         while (order := self._orders.get()) is not None:
             found: Checked | Exception
+            why_not_beside = None
             self._reached(order, Stage.CHECKING)
             try:
                 found = self._session.check(order.target, order.options)
+                if isinstance(order, orders.Switch) and order.may_be_beside:
+                    why_not_beside = hosted.why_not_beside(self._session, found)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is this order's answer
                 found = error
             else:
-                self._reached(order, Stage.QUIESCING)
-            self._inbox.put(CheckDone(order, found))
+                if why_not_beside != "":
+                    self._reached(order, Stage.QUIESCING)
+            self._inbox.put(CheckDone(order, found, why_not_beside))
 
     def _reached(self, order: orders.Switch | orders.Check, stage: Stage) -> None:
         if isinstance(order, orders.Switch):
@@ -225,7 +258,16 @@ class _Checks:
 class _Server:
     """One session that serves. Thread: the worker's one."""
 
-    def __init__(self, session: Session, report: _Reporter, gate: CancelGate, inbox: Inbox, checks: _Checks) -> None:
+    def __init__(
+        self,
+        session: Session,
+        report: _Reporter,
+        gate: CancelGate,
+        inbox: Inbox,
+        checks: _Checks,
+        opening_ms: dict[str, float],
+    ) -> None:
+        """Serve a session that is open; of a standby ``opening_ms`` says what that took, by stage."""
         self._session = session
         self._report = report
         self._gate = gate
@@ -234,6 +276,11 @@ class _Server:
         self._batcher = Batcher(session, report)
         self._on_trial: SwitchOutcome | None = None
         self._last_reported: SwitchOutcome | None = None
+        self._opening_ms = opening_ms
+        self._beside: CheckDone | None = None
+        """The switch for which a second worker is started."""
+        self._taken: tuple[int, int] | None = None
+        """The switch by which the session came here, and the decodes before; until one has been done since."""
 
     def run(self) -> JobEvent:
         """Carry out orders and carry on streams; returns the last event."""
@@ -248,6 +295,7 @@ class _Server:
                 if not isinstance(order, orders.Start | orders.Halt):
                     self._batcher.turn()
                 self._report_trial()
+                self._report_first_step()
         except Parked as error:
             self._report_trial()
             failure = failure_of(error)
@@ -264,6 +312,8 @@ class _Server:
                 self._batcher.halt(order.stream)
             case orders.Switch() | orders.Check():
                 self._checks.begin(order)
+            case orders.GoOn():
+                self._beside = None
             case orders.Open() | orders.Close():
                 raise MessageInvalid("", type(order).__name__, "an order of a session that is open")
             case _:
@@ -277,12 +327,18 @@ class _Server:
         if isinstance(order, CheckDone) and self._session.stage is Stage.PARKED:
             raise Parked(self._session.parked_at)
 
-    def _answer(self, order: orders.Tokenize | CheckDone | orders.Save | orders.Restore) -> Report:
+    def _answer(
+        self, order: orders.Tokenize | CheckDone | orders.HandOver | orders.TakeOver | orders.Save | orders.Restore
+    ) -> Report:
         match order:
             case orders.Tokenize():
                 return self._tokenize(order)
             case CheckDone():
                 return self._checked(order)
+            case orders.HandOver():
+                return self._hand_over(order)
+            case orders.TakeOver():
+                return self._take_over(order)
             case orders.Save():
                 return orders.Saved(order.order, self._session.save(order.path))
             case orders.Restore():
@@ -293,7 +349,7 @@ class _Server:
             if isinstance(done.found, Exception):
                 raise done.found
             if isinstance(done.order, orders.Switch):
-                return self._switch(done.order, done.found)
+                return self._begin(done, done.order, done.found)
             return hosted.judgement(self._session, done.order.order, done.found)
 
     def _tokenize(self, order: orders.Tokenize) -> Report:
@@ -317,7 +373,50 @@ class _Server:
         pieces = prompts.pieces_of(self._session, tokens, self._report.tick) if order.with_pieces else ()
         return orders.Tokenized(order.order, tokens, pieces=pieces)
 
-    def _switch(self, order: orders.Switch, checked: Checked) -> Report:
+    def _begin(self, done: CheckDone, order: orders.Switch, checked: Checked) -> Report:
+        """Switch in place, or say that a second worker may do it."""
+        if done.why_not_beside == "":
+            self._beside = done
+            return orders.FitsBeside(order.order, checked.target, hosted.checking_ms(checked))
+        if done.why_not_beside is not None and order.options.via is Route.BESIDE:
+            return orders.Switched(order.order, hosted.refused(self._session, checked, done.why_not_beside).to_json())
+        return self._switch(order, checked, done.why_not_beside or "")
+
+    def _hand_over(self, order: orders.HandOver) -> Report:
+        """Seal the session for a second worker, and let go of its streams."""
+        done = self._beside
+        if done is None or done.order.order != order.order or isinstance(done.found, Exception):
+            raise ConfigInvalid("order", order.order, "that of a switch for which a second worker was started")
+        try:
+            handed = self._session.handing.hand_over(done.found, lambda stage: self._reached(order.order, stage))
+        except Refused as error:
+            self._beside = None
+            checked = dataclasses.replace(done.found, reasons=tuple(error.reasons))
+            return orders.Switched(order.order, hosted.refused(self._session, checked).to_json())
+        self._batcher.detach()
+        return orders.HandedOver(order.order, handed.stood_at, handed.stages_ms, handed.n_sequences, handed.n_tokens)
+
+    def _take_over(self, order: orders.TakeOver) -> Report:
+        """Become what another worker has sealed; the next decode is the trial."""
+        taken = self._session.handing.take_over(
+            order.seal,
+            proof=order.options.proof,
+            is_trial=True,
+            reached=lambda stage: self._reached(order.order, stage),
+        )
+        self._taken = (order.order, self._session.n_decodes)
+        return orders.TookOver(order.order, self._opening_ms | taken.stages_ms, taken.conversions)
+
+    def _reached(self, number: int, stage: Stage) -> None:
+        self._report(orders.StageReached(number, stage.value))
+
+    def _report_first_step(self) -> None:
+        """Report the first decode of a session that came from another worker, once."""
+        if self._taken is not None and self._session.n_decodes > self._taken[1]:
+            self._report(orders.FirstStep(self._taken[0]))
+            self._taken = None
+
+    def _switch(self, order: orders.Switch, checked: Checked, why_not_beside: str) -> Report:
         share = Steps(lambda stage, done: self._report(orders.StageReached(order.order, stage, done)))
         outcome = self._session.switch(
             checked.target,
@@ -325,6 +424,7 @@ class _Server:
             progress=lambda stage, done: None if stage in _REPORTED_BEFORE else share(stage.value, done),
             checked=checked,
         )
+        outcome = dataclasses.replace(outcome, via_reason=why_not_beside)
         if self._session.stage is not Stage.TRIAL:
             self._on_trial = None
         elif outcome.status is SwitchStatus.SWITCHED:

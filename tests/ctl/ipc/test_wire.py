@@ -32,7 +32,7 @@ ORDERS = (
     orders.Switch(4, PLACEMENT, SwitchOptions(Proof.OFF, convert=False, force=True)),
     orders.HandOver(4),
     orders.GoOn(4),
-    orders.TakeOver(4, SEAL, (BOOK,), SwitchOptions(via=Route.BESIDE)),
+    orders.TakeOver(4, SEAL, SwitchOptions(via=Route.BESIDE)),
     orders.Check(5, PLACEMENT),
     orders.Save(6, Path("/x/y")),
     orders.Restore(7, Path("/x/y")),
