@@ -147,6 +147,7 @@ def show_switch(outcome: dict[str, Any], screen: Screen) -> None:
     """Lay out a switch on stderr, and say why it did not go the way that was asked for, from the outcome object."""
     screen.table(switch_table(outcome))
     for what, why in (
+        ("in place", outcome.get("via_reason")),
         (f"weights from {outcome.get('weights')}", outcome.get("weights_reason")),
         ("state through unpinned memory", outcome.get("carry_pinned_reason")),
     ):

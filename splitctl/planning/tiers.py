@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from splitctl.outcome import Via, WeightsTier
-from splitctl.planning.fitting import Need, lacking, needs_of, needs_of_switch
+from splitctl.planning.fitting import Need, lacking, needs_of, needs_of_mode, needs_of_switch
 from splitctl.planning.memory import DeviceFacts, ModePlan, Share, SwitchPlan
 
 FILE, PINNED, RESIDENT = WeightsTier.FILE.value, WeightsTier.PINNED.value, WeightsTier.RESIDENT.value
@@ -22,6 +22,7 @@ BESIDE = Via.BESIDE.value
 """A second worker that takes over."""
 
 _RPC = "RPC"
+_MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,8 @@ def of_file(switch: SwitchPlan, devices: Sequence[DeviceFacts]) -> TierPlan:
 def of_pinned(switch: SwitchPlan, devices: Sequence[DeviceFacts], copy_bytes: int) -> TierPlan:
     """Plan a switch from a copy of the weights on the host, which stays there: one placement at a time beside it.
 
+    The copy is made after the first placement, and only where it leaves the host as much free again.
+
     Args:
         switch: the same from the file.
         devices: those that there are.
@@ -68,7 +71,15 @@ def of_pinned(switch: SwitchPlan, devices: Sequence[DeviceFacts], copy_bytes: in
     """
     host = dataclasses.replace(switch.host, weights=switch.host.weights + copy_bytes)
     needs = needs_of_switch(dataclasses.replace(switch, carry=switch.carry + copy_bytes), devices)
-    return TierPlan(PINNED, switch.peaks, host, needs)
+    first = needs_of_mode(switch.before, devices)[-1]
+    left = None if first.free is None else first.free - first.wanted
+    barred = ""
+    if left is not None and left < 2 * copy_bytes:
+        barred = (
+            f"the copy of the weights takes {copy_bytes / _MIB:,.0f} MiB and as much shall stay free, and the host "
+            f"would have {max(left, 0) / _MIB:,.0f} MiB"
+        )
+    return TierPlan(PINNED, switch.peaks, host, needs, barred)
 
 
 def of_both(name: str, before: ModePlan, after: ModePlan, devices: Sequence[DeviceFacts], carry: int) -> TierPlan:

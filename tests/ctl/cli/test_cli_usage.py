@@ -363,6 +363,8 @@ def test_a_switch_says_why_it_did_not_go_as_asked(capfd: pytest.CaptureFixture[s
         "weights from pinned: resident does not fit beside it",
         "state through unpinned memory: there is no libcuda.so.1",
     ]
+    show_switch({**_BESIDE, "via_reason": "the host lacks memory", "weights_reason": ""}, Screen(as_json=False))
+    assert "in place: the host lacks memory" in capfd.readouterr().err.splitlines()[-2]
     show_switch({**_BESIDE, "weights_reason": "", "carry_pinned_reason": ""}, Screen(as_json=False))
     assert "tokens carried" in capfd.readouterr().err.splitlines()[-2]
 

@@ -10,10 +10,11 @@ import pytest
 from splitctl.model.header import TensorInfo
 from splitctl.placement import FlashAttn, Placement, SplitMode
 from splitctl.planning.backends import CUDA
+from splitctl.planning.fit_check import fits_beside
 from splitctl.planning.fitting import lacking
 from splitctl.planning.memory import DeviceFacts, plan_mode
 from splitctl.planning.survey import CARRY_COPIES, Known, answer_switch, tiers_json
-from splitctl.planning.tiers import TierPlan
+from splitctl.planning.tiers import TierPlan, left_by
 from tests.ctl.model_facts import model_facts
 
 _MIB = 1024 * 1024
@@ -62,20 +63,38 @@ def test_every_way_takes_what_it_takes() -> None:
     assert carry % CARRY_COPIES == 0
 
 
-@pytest.mark.parametrize(
-    ("way", "fewer", "pool"),
-    [("pinned", "file", "host"), ("resident", "pinned", "CUDA0"), ("beside", "resident", "CUDA0")],
-)
-def test_a_way_that_does_not_fit_says_what_is_short(way: str, fewer: str, pool: str) -> None:
+@pytest.mark.parametrize(("way", "fewer"), [("resident", "pinned"), ("beside", "resident")])
+def test_a_way_that_does_not_fit_says_what_is_short(way: str, fewer: str) -> None:
     """A byte less than it takes, with both numbers; the ways that take less still fit."""
     wanted = {name: {need.pool: need.wanted for need in one.needs} for name, one in _tiers(_known()).items()}
-    short = wanted[way][pool] - 1
-    found = _tiers(_known(host=short) if pool == "host" else _known(card=short))
+    short = wanted[way]["CUDA0"] - 1
+    found = _tiers(_known(card=short))
     assert found["file"].fits
     assert found[fewer].fits
-    (need,) = [need for need in lacking(found[way].needs) if need.pool == pool]
-    assert (need.wanted, need.free) == (short + 1, short)
-    assert f"{pool} would hold" in found[way].reason
+    (need,) = lacking(found[way].needs)
+    assert (need.pool, need.wanted, need.free) == ("CUDA0", short + 1, short)
+    assert "CUDA0 would hold" in found[way].reason
+
+
+def test_a_copy_leaves_the_host_as_much_free_again() -> None:
+    """A byte less than the first placement and twice the copy, and there is none; both numbers are told."""
+    enough = _known().plan(LAYER).host.total + 2 * _COPY
+    assert _tiers(_known(host=enough))["pinned"].fits
+    found = _tiers(_known(host=enough - 1))
+    assert (found["file"].fits, found["pinned"].fits) == (True, False)
+    assert found["pinned"].reason == (
+        "the copy of the weights takes 400 MiB and as much shall stay free, and the host would have 800 MiB"
+    )
+
+
+@pytest.mark.parametrize("same_process", [True, False], ids=["resident", "beside"])
+def test_a_running_session_is_told_what_the_plan_said(*, same_process: bool) -> None:
+    """With the first placement there, the second fits in what is left to the byte of the plan for both."""
+    plan = _tiers(_known())["resident" if same_process else "beside"]
+    most = max(need.wanted for need in plan.needs[:-1])
+    for spare in (0, -1):
+        free = left_by(_known().plan(LAYER), _known(card=most + spare).devices)
+        assert fits_beside(FACTS, LAYER, TENSOR, free, same_process=same_process).fits is (spare == 0)
 
 
 def test_layers_beside_a_placement_go_where_it_leaves_room() -> None:
