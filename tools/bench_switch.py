@@ -58,7 +58,7 @@ _ROOM = 64 << 20
 _M_MMAP_THRESHOLD = -3
 _GREEDY = SamplerSpec(temp=0.0)
 _BIG = "big-500"
-_BARE_STAGES = ("saving", "freeing", "placing", "building", "restoring")
+BARE_STAGES = ("saving", "freeing", "placing", "building", "restoring")
 _STAGES = ("quiescing", "checking", "saving", "sealing", "freeing", "placing", "building", "restoring", "proving")
 
 
@@ -78,8 +78,8 @@ class Bare:
             self._silent = ffi.cast(
                 "ggml_log_callback", int(silent.cast("uintptr_t", silent.addressof(self._libc, "abs")))
             )
-            n_bytes = int(lib.llama_state_get_size(self._engine.live_context.pointer)) + _ROOM
-            self._buffer = np.ones(n_bytes, np.uint8)
+            self.n_bytes = int(lib.llama_state_get_size(self._engine.live_context.pointer))
+            self._buffer = np.ones(self.n_bytes + _ROOM, np.uint8)
             self._view = ffi.from_buffer("uint8_t[]", self._buffer)
 
     def switch(self, placement: Placement) -> Times:
@@ -121,7 +121,8 @@ class Bare:
             context._pointer = c_context  # noqa: SLF001
         if not n == n_set == n_bytes:
             raise SystemExit(f"the bare calls announced {n_bytes} bytes, wrote {n}, read {n_set}")
-        for stage, start, end in zip(_BARE_STAGES, laps, laps[1:], strict=False):
+        self.n_bytes = n
+        for stage, start, end in zip(BARE_STAGES, laps, laps[1:], strict=False):
             self.stages.setdefault(stage, []).append((end - start) * 1e3)
         return times
 

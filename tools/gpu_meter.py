@@ -50,10 +50,17 @@ class Driver:
 
     def used(self, index: int) -> int:
         """What is in use on a GPU, by all processes, bytes; GPUs count in the order of their PCI address."""
+        return int(self._memory(index).used)
+
+    def free(self, index: int) -> int:
+        """What is free on a GPU, bytes."""
+        return int(self._memory(index).free)
+
+    def _memory(self, index: int) -> _Memory:
         handle, memory = ctypes.c_void_p(), _Memory()
         self._check(self._library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)), "a GPU's handle")
         self._check(self._library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)), "a GPU's memory")
-        return int(memory.used)
+        return memory
 
     def version(self) -> str:
         """The driver's version."""
@@ -135,11 +142,13 @@ class Watched:
         before: bytes in use before it.
         peak: most bytes in use, at any look.
         looks: how often it was looked at.
+        last: bytes in use at the last look, when it was over.
     """
 
     before: int
     peak: int
     looks: int
+    last: int
 
     @property
     def taken(self) -> int:
@@ -166,7 +175,7 @@ class Meter:
 
     def __enter__(self) -> Self:
         self._ended = threading.Event()
-        self.seen = {group: Watched(now, now, 1) for group, now in self._look().items()}
+        self.seen = {group: Watched(now, now, 1, now) for group, now in self._look().items()}
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
         return self
@@ -174,16 +183,20 @@ class Meter:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
+        self._note()
 
     def _look(self) -> dict[str, int]:
         return {group: read() for group, read in self._readers.items()}
 
     def _watch(self) -> None:
         while not self._ended.wait(PERIOD_S):
-            for group, now in self._look().items():
-                was = self.seen[group]
-                self.seen[group] = Watched(was.before, max(was.peak, now), was.looks + 1)
+            self._note()
             self.looked.set()
+
+    def _note(self) -> None:
+        for group, now in self._look().items():
+            was = self.seen[group]
+            self.seen[group] = Watched(was.before, max(was.peak, now), was.looks + 1, now)
 
 
 def _resident_children() -> int:

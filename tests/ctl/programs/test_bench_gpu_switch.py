@@ -1,0 +1,230 @@
+"""The bench of switches on GPUs: a rehearsal on processors, and what can be known of it without either."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.native.real import NEWEST, library_of
+from tests.tool import run_tool
+from tools import bench_gpu_switch, bench_gpu_told
+from tools.bench_gpu_arms import Clocked
+from tools.bench_gpu_server import Server, ServerFailed
+from tools.bench_gpu_switch import ARMS, ArmLost, Bench, Budget, Moved, grouped
+from tools.gpu_meter import HOST, Setup
+from tools.make_large import make_large
+
+WAYS = ("layer->tensor", "tensor->layer")
+SERVER = """#!{python}
+import http.server, json, pathlib, sys, urllib.parse
+said = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+slot = pathlib.Path(said["--slot-save-path"])
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.tell(200, {{"status": "ok"}})
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        action = urllib.parse.parse_qs(urllib.parse.urlparse(self.path).query).get("action")
+        if action is None:
+            n = len(asked["prompt"]) if not (slot / "restored").exists() else 1
+            timings = {{"prompt_n": n, "predicted_ms": 10.0}}
+            self.tell(200, {{"timings": timings}})
+        elif action == ["save"]:
+            (slot / asked["filename"]).write_text(said["--split-mode"])
+            self.tell(200, {{"n_written": 5000}})
+        elif (slot / asked["filename"]).read_text() == said["--split-mode"]:
+            self.tell(400, {{"error": "saved in this very mode"}})
+        else:
+            (slot / "restored").touch()
+            self.tell(200, {{}})
+    def tell(self, status, body):
+        text = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+    def log_message(self, *_):
+        pass
+http.server.HTTPServer(("127.0.0.1", int(said["--port"])), Answers).serve_forever()
+"""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Path:
+    """A program that answers as llama-server does, and refuses a slot that was saved in the mode it is started in."""
+    path = tmp_path / "llama-server"
+    path.write_text(SERVER.format(python=sys.executable), encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.build
+@pytest.mark.slow
+def test_a_rehearsal_on_processors_has_every_row_or_says_why_not(tmp_path: Path, server: Path) -> None:
+    """Each arm moves both ways, is told as it goes, has its times and memory, or is noted with a reason."""
+    done = run_tool(
+        "bench_gpu_switch", "--json", "--devices", "CPU,CPU", "--model", "tiny", "--tokens", "48", "--generate", "4",
+        "--repeats", "1", "--lib", library_of(NEWEST), "--server", server, "--folder", tmp_path,
+    )  # fmt: skip
+    body: dict[str, Any] = json.loads(done.stdout)
+    rows = {(row["arm"], row["way"]): row for row in body["rows"]}
+    for arm in ARMS:
+        if arm.startswith("fresh"):
+            assert body["fresh"][arm.removeprefix("fresh-")]["tps"]["median"] > 0
+        elif arm in body["lost"]:
+            assert body["lost"][arm], arm
+        else:
+            assert {way for name, way in rows if name == arm} == set(WAYS), arm
+    assert {"bare", "file", "server"}.isdisjoint(body["lost"]), body["lost"]
+    for row in rows.values():
+        assert row["n"] == 1
+        assert row["stages_ms"]["saving"] > 0
+        assert row["tps"]["median"] > 0
+    ours = rows["file", WAYS[0]]
+    assert 0 < ours["own_ms"]["median"] < ours["total_ms"]["median"]
+    assert ours["own_ms"]["median"] + ours["library_ms"]["median"] == pytest.approx(ours["total_ms"]["median"], abs=0.1)
+    assert rows["server", WAYS[0]]["state_bytes"] == 5000
+    assert body["rates"]["modes"]["layer"]["generate_tps"] == body["fresh"]["layer"]["tps"]["median"]
+    planned = {one["arm"]: one["plan"] for one in body["memory"] if one["group"] == HOST}
+    assert planned["file"] > 0
+    assert done.returncode == (1 if body["lost"] else 0)
+    told = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    assert sum("total_ms" in one for one in told) == len(rows)
+
+
+class _Child:
+    """Stands in for an arm's process: it moves at once, or says why it does not."""
+
+    asked: list[tuple[str, str]]
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self._arm = job["arm"]
+
+    def answer(self, limit_s: float) -> dict[str, Any]:
+        assert limit_s > 0
+        if self._arm == "pinned":
+            raise ArmLost("there is no copy")
+        return {"status": "open", "prompt_tps": 1.0, "open_s": 1.0, "first": {"first_ms": 2.0, "tps": 100.0}}
+
+    def move(self, target: Any, *, looks: bool, limit_s: float) -> dict[str, Any]:
+        assert limit_s > 0
+        self.asked.append((self._arm, target.mode.value))
+        n_by_now = sum(arm == self._arm for arm, _ in self.asked)
+        status = "refused" if (self._arm, n_by_now) == ("resident", 2) else "switched"
+        found = {
+            "status": status, "reason": "it does not fit", "total_ms": 10.0, "stages_ms": {"saving": 4.0},
+            "first_ms": 3.0, "tps": 100.0 if self._arm.startswith("fresh") else 50.0, "state_bytes": 1000,
+        }  # fmt: skip
+        return {"found": found, "host": {"anon": 1, "shmem": 2, "file": 3} if looks else None}
+
+    def end(self) -> None:
+        self.asked.append((self._arm, "end"))
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """A bench of four arms and two rounds whose children are played."""
+    monkeypatch.setattr(_Child, "asked", [], raising=False)
+    monkeypatch.setattr(bench_gpu_switch, "Child", _Child)
+    setup = Setup(Path("libllama.so"), ("CPU", "CPU"), (HOST, HOST), None, "a build")
+    only = ("fresh-tensor", "file", "pinned", "resident")
+    options = argparse.Namespace(tokens=10, generate=4, repeats=2, only=only, server=Path("none"))
+    return Bench(setup, Path("model.gguf"), options, Budget(None), lambda _: None)
+
+
+def test_arms_are_moved_in_turn_and_a_lost_one_is_noted(bench: Bench) -> None:
+    """All go there before any goes back, the next round begins with another, and whatever fails leaves the rest."""
+    bench.run([bench.arms])
+    moves = [(arm, what) for arm, what in _Child.asked if what != "end"]
+    assert moves == [
+        ("fresh-tensor", "tensor"), ("file", "tensor"), ("resident", "tensor"),
+        ("file", "layer"), ("resident", "layer"),
+        ("file", "tensor"), ("fresh-tensor", "tensor"), ("file", "layer"),
+    ]  # fmt: skip
+    assert {arm.name: arm.lost for arm in bench.arms if arm.lost} == {
+        "pinned": "there is no copy", "resident": "tensor->layer: refused: it does not fit",
+    }  # fmt: skip
+    assert {arm for arm, what in _Child.asked if what == "end"} == {arm.name for arm in bench.arms}
+    body = bench_gpu_told.body_of(bench.arms, None, (HOST, HOST))
+    counts = {(row["arm"], row["way"]): row["n"] for row in body["rows"]}
+    assert counts == {("file", WAYS[0]): 2, ("file", WAYS[1]): 2, ("resident", WAYS[0]): 1}
+    assert body["rows"][0]["rate_ratio"] == 0.5
+    assert body["memory"] == [
+        {"arm": name, "group": HOST, "anon": 0.0, "shmem": 0.0, "file": 0.0, "plan": None}
+        for name in ("fresh-tensor", "file", "resident")
+    ]
+
+
+def test_a_budget_ends_the_rounds_with_what_there_is(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A move that would take longer than what is left is not begun, and the children are ended."""
+
+    def take(needed_s: float) -> None:
+        if len(_Child.asked) >= 3 or needed_s < 0:
+            raise bench_gpu_switch.OutOfTime
+
+    monkeypatch.setattr(bench, "_budget", argparse.Namespace(take=take, until=None))
+    bench.run([bench.arms, bench.arms])
+    assert bench.is_over
+    assert [what for _, what in _Child.asked][:4] == ["end", "tensor", "tensor", "end"]
+    with pytest.raises(bench_gpu_switch.OutOfTime):
+        Budget(time.monotonic() + 10.0).take(10.0)
+    Budget(time.monotonic() + 100.0).take(10.0)
+
+
+def test_arms_that_fit_together_are_interleaved() -> None:
+    """A group is filled up to the room, an arm that is larger than it goes alone, and the order stays."""
+    arms = [Moved(name) for name in ("bare", "file", "resident", "beside")]
+    assert [[arm.name for arm in group] for group in grouped(arms, [3, 3, 8, 1], 6)] == [
+        ["bare", "file"], ["resident"], ["beside"],
+    ]  # fmt: skip
+    assert len(list(grouped(arms, [3, 3, 8, 1], None))) == 1
+
+
+def test_time_in_the_library_counts_once() -> None:
+    """Calls of two threads at once are one time in the library; what is no function is passed through."""
+    clock = Clocked(argparse.Namespace(CONSTANT=7, call=lambda value: value + 1))
+    assert (clock.CONSTANT, clock.call(1)) == (7, 2)
+    assert len(clock.calls) == 1
+    clock.calls = [(1.0, 3.0, "load"), (2.0, 4.0, "set"), (2.5, 2.75, "set"), (6.0, 7.0, "free")]
+    assert clock.told() == {"library_ms": 4000.0, "calls_ms": {"set": 2250.0, "load": 2000.0, "free": 1000.0}}
+    assert clock.calls == []
+
+
+def test_a_server_that_ends_or_refuses_says_why(tmp_path: Path, server: Path) -> None:
+    """Its exit status and last words, or the answer to what it refused, are the error."""
+    model = make_large(tmp_path, "tiny-moe")
+    placement = Setup(Path(), ("CPU", "CPU"), (HOST, HOST), None, "").place(bench_gpu_switch._LAYER, 256, 64)
+    started = Server(server, model, placement, tmp_path).start()
+    try:
+        assert started.save() == 5000
+        with pytest.raises(ServerFailed, match=r"with 400: .*this very mode"):
+            started.restore()
+    finally:
+        started.stop()
+    server.write_text("#!/bin/sh\necho out of memory\nexit 3\n", encoding="utf-8")
+    with pytest.raises(ServerFailed, match="ended with 3: out of memory"):
+        Server(server, model, placement, tmp_path).start()
+
+
+def test_the_page_of_speeds_is_drawn_from_its_numbers() -> None:
+    """Tables and pictures of docs/speed.md are those of docs/speed.json; UPDATE_DOCS=1 writes them."""
+    if os.environ.get("UPDATE_DOCS"):
+        bench_gpu_told.draw_docs()
+    for name, text in bench_gpu_told.drawn().items():
+        assert (bench_gpu_told.DOCS / name).read_text(encoding="utf-8") == text, name
+        if name.endswith(".svg"):
+            assert ET.fromstring(text).tag.endswith("svg")  # noqa: S314 - drawn a moment ago
+
+
+def test_numbers_of_the_page_say_where_they_are_from() -> None:
+    """Every run has a date, a build, its devices and a source."""
+    for run in json.loads((bench_gpu_told.DOCS / "speed.json").read_text(encoding="utf-8")):
+        assert all(run.get(name) for name in ("model", "date", "build", "devices", "gpus", "source")), run["model"]

@@ -1,0 +1,488 @@
+"""What `bench_gpu_switch` compares: each arm moves one model between two placements in its own way, as a child.
+
+A child opens its arm and says so in one JSON line. Then it takes one JSON line a move, {"target": placement,
+"looks": whether to look at the host's memory}, and answers with one: total_ms and stages_ms of the move, first_ms, the
+time until the first token that is decoded after it, and tps, the tokens in a second after that. It ends with its stdin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Protocol
+
+import psutil
+
+from llama_native import Library, NativeError
+from splitctl.carry.sampling import SamplerSpec
+from splitctl.control.requests import GenerateRequest
+from splitctl.errors import SplitctlError
+from splitctl.host.config import HostConfig
+from splitctl.host.streams import Begun, Delta, Done, Stream
+from splitctl.host.supervisor import Supervisor
+from splitctl.model.facts import read_facts
+from splitctl.outcome import Route, SwitchOptions, Via, WeightsTier
+from splitctl.placement import Placement
+from splitctl.session import Session
+from tools.bench_gpu_server import Server
+from tools.bench_switch import BARE_STAGES, Bare
+from tools.children import say
+from tools.gpu_jobs import tokens_of
+
+_GREEDY = SamplerSpec(temp=0.0)
+#: A prompt before the first that counts: threads, kernels and graphs are made.
+_WARM_UP = 512
+#: Moves until a tier has what it needs, such as a copy of the weights.
+_N_TRIES = 8
+_BETWEEN_S = 1.0
+#: Tokens that a stream has before it is moved.
+_N_BEFORE = 8
+#: Of the sequences beside a stream: how many, and the share of all tokens that the stream keeps.
+_N_IDLE, _STREAM_SHARE = 2, 0.2
+_TOLD = (
+    "status", "reason", "pause_ms", "stages_ms", "state_bytes", "weight_bytes", "n_tokens", "n_sequences", "via",
+    "via_reason", "weights", "weights_reason", "carry_pinned", "carry_pinned_reason",
+)  # fmt: skip
+
+
+class ArmFailed(Exception):
+    """An arm cannot do what it is for, and says why."""
+
+
+class Arm(Protocol):
+    """One way of moving a model."""
+
+    def open(self) -> dict[str, Any]:
+        """Load the model in the first placement and read the prompt."""
+
+    def move(self, target: Placement) -> dict[str, Any]:
+        """Move it and generate."""
+
+    def processes(self) -> Iterable[int]:
+        """Whose memory it takes."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+class Clocked:
+    """The library's functions, with the times of every call.
+
+    Args:
+        lib: what cffi gives.
+    """
+
+    def __init__(self, lib: object) -> None:
+        self._lib = lib
+        self.calls: list[tuple[float, float, str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._lib, name)
+        if not callable(found):
+            return found
+
+        def timed(*arguments: object) -> Any:
+            began = perf_counter()
+            try:
+                return found(*arguments)
+            finally:
+                self.calls.append((began, perf_counter(), name))
+
+        setattr(self, name, timed)
+        return timed
+
+    def told(self) -> dict[str, Any]:
+        """Say how long at least one call was under way, and the calls that took longest together, ms; then forget."""
+        calls, self.calls = sorted(self.calls), []
+        busy, end, each = 0.0, 0.0, dict[str, float]()
+        for began, ended, name in calls:
+            busy += max(0.0, ended - max(began, end))
+            end = max(end, ended)
+            each[name] = each.get(name, 0.0) + (ended - began) * 1e3
+        longest = sorted(each.items(), key=lambda item: -item[1])[:6]
+        return {"library_ms": busy * 1e3, "calls_ms": {name: round(ms, 2) for name, ms in longest}}
+
+
+class SessionArm:
+    """A session in this process, in a tier of weights."""
+
+    def __init__(self, job: Mapping[str, Any], weights: WeightsTier) -> None:
+        self._job = job
+        self._weights = weights
+        self._here, self._there = (Placement.from_json(job[name]) for name in ("here", "there"))
+
+    def open(self) -> dict[str, Any]:
+        """Load, read, and move there and back until the tier has what it needs."""
+        job = self._job
+        self._library = library = Library.open(job["library"], env=os.environ)
+        self._clocked = library._lib = Clocked(library._lib)  # noqa: SLF001 - the clock stands between it and its calls
+        # A tier that has to be tried in a child is tried; the modes themselves are not.
+        prober: Any = "auto" if self._weights is WeightsTier.PINNED else None
+        began = perf_counter()
+        self._session = session = Session.open(
+            job["model"], self._here, library=library, prober=prober, weights=self._weights
+        )
+        told = {"open_s": perf_counter() - began}
+        session.set_sampler(_GREEDY)
+        n_vocab = session.facts.n_vocab
+        session.prefill(tokens_of(min(_WARM_UP, job["n_tokens"]), n_vocab, 3))
+        session.remove_sequence(0)
+        session.set_sampler(_GREEDY)
+        began = perf_counter()
+        session.prefill(tokens_of(job["n_tokens"], n_vocab))
+        told |= {"prompt_tps": job["n_tokens"] / (perf_counter() - began)}
+        session.advance([0])
+        if job["arm"].startswith("fresh"):
+            return told | {"first": self._generated()}
+        session.reserve(job["n_tokens"] + job["n_generate"])
+        return told | {"tries": self._made_ready()}
+
+    def _made_ready(self) -> list[str]:
+        """Move until the weights come from where they should; says why they did not, a line a try."""
+        tries: list[str] = []
+        found: dict[str, Any] = {}
+        for number in range(_N_TRIES):
+            found = self.move(self._there if number % 2 == 0 else self._here)
+            if found["status"] != "switched":
+                raise ArmFailed(f"{found['status']}: {found['reason']}")
+            tries.append(found["weights_reason"])
+            if number % 2 and found["weights"] == self._weights.value and not found["weights_reason"]:
+                return tries
+            if number % 2:  # a copy is filled, or tried, beside it
+                time.sleep(_BETWEEN_S)
+        if found["weights"] != self._weights.value:
+            raise ArmFailed(f"weights came from {found['weights']}: {found['weights_reason'] or 'no reason was given'}")
+        return tries
+
+    def move(self, target: Placement) -> dict[str, Any]:
+        """Switch; what is neither a call of the library is ours."""
+        if self._job["arm"].startswith("fresh"):
+            return self._generated()
+        self._clocked.calls.clear()
+        began = perf_counter()
+        outcome = self._session.switch(target)
+        total_ms = (perf_counter() - began) * 1e3
+        clocked = self._clocked.told()
+        plain = outcome.to_json()
+        told = {name: plain[name] for name in _TOLD} | {"total_ms": total_ms, **clocked}
+        if plain["status"] != "switched":
+            return told
+        told["own_ms"] = total_ms - clocked["library_ms"]
+        return told | self._generated()
+
+    def _generated(self) -> dict[str, float]:
+        return generated(self._session, self._job["n_generate"])
+
+    def processes(self) -> list[int]:
+        """This one."""
+        return [os.getpid()]
+
+    def link(self) -> dict[str, Any]:
+        """What the link to each device allows, GB/s."""
+        from llama_native.pinning import link_gb_s  # noqa: PLC0415 - asked of one arm
+
+        return {name: link_gb_s(self._library, name) for name in dict.fromkeys(self._here.devices)}
+
+    def close(self) -> None:
+        """Free everything."""
+        self._session.close()
+
+
+class BareArm(SessionArm):
+    """The library's calls alone, behind the session's back; see `bench_switch.Bare`."""
+
+    def open(self) -> dict[str, Any]:
+        """Load and read, and touch the buffer of the calls."""
+        self._job = {**self._job, "arm": "fresh"}
+        told = super().open()
+        self._bare = Bare(self._library, self._session)
+        for target in (self._there, self._here):
+            self.move(target)
+        return told | {"link_gb_s": self.link()}
+
+    def move(self, target: Placement) -> dict[str, Any]:
+        """Move by size, get, free, free, load, build, set."""
+        times = self._bare.switch(target)
+        self._clocked.calls.clear()
+        return {
+            "status": "switched",
+            "reason": "",
+            "total_ms": times.wall_s * 1e3,
+            "stages_ms": {name: self._bare.stages[name][-1] for name in BARE_STAGES},
+            "state_bytes": self._bare.n_bytes,
+            "weight_bytes": self._session.facts.weight_bytes,
+            **self._generated(),
+        }
+
+
+def generated(session: Session, n: int) -> dict[str, float]:
+    """Generate a first token and so many more on sequence 0, whose newest token is not decoded yet."""
+    laps = [perf_counter()]
+    for _ in range(n + 1):
+        session.advance([0])
+        laps.append(perf_counter())
+    return {"first_ms": (laps[1] - laps[0]) * 1e3, "tps": n / (laps[-1] - laps[1])}
+
+
+class HostedArm:
+    """A hosted session under a stream; a second worker takes over. With idle sequences beside the stream, or without.
+
+    Thread: a loop of its own runs the supervisor, also between moves.
+    """
+
+    def __init__(self, job: Mapping[str, Any], *, is_idle: bool) -> None:
+        self._job = job
+        self._is_idle = is_idle
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._folder = tempfile.TemporaryDirectory()
+        self._said: list[str] = []
+
+    def _do(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def open(self) -> dict[str, Any]:
+        """Host the session, fill the idle sequences, and move there and back."""
+        self._thread.start()
+        began = perf_counter()
+        self._do(self._start())
+        told: dict[str, Any] = {"open_s": perf_counter() - began}
+        tries = []
+        for name in ("there", "here"):
+            found = self.move(Placement.from_json(self._job[name]))
+            tries.append(found["reason"])
+            if found["status"] != "switched":
+                raise ArmFailed(f"{found['status']}: {found['reason']}")
+        return told | {"tries": tries}
+
+    async def _start(self) -> None:
+        job = self._job
+        n_stream = job["n_tokens"] if not self._is_idle else max(1, int(job["n_tokens"] * _STREAM_SHARE))
+        n_vocab = read_facts(job["model"]).n_vocab
+        placement = Placement.from_json(job["here"])
+        if self._is_idle:
+            placement = placement.changed(n_seq_max=_N_IDLE + 1, kv_unified=True)
+        config = HostConfig(
+            model=Path(job["model"]), library=Path(job["library"]), placement=placement, name="bench",
+            state_folder=Path(self._folder.name),
+        )  # fmt: skip
+        self._supervisor = Supervisor(config, env=dict(os.environ, GGML_NO_BACKTRACE="1"), log=self._said.append)
+        await self._supervisor.start()
+        for number in range(_N_IDLE if self._is_idle else 0):
+            tokens = tokens_of(max(1, (job["n_tokens"] - n_stream) // _N_IDLE), n_vocab, 10 + number)
+            async for _ in await self._supervisor.generate(_request(tokens, 1)):
+                pass
+        self._prompt = tokens_of(n_stream, n_vocab)
+
+    def move(self, target: Placement) -> dict[str, Any]:
+        """Move the session under a stream that begins anew after the same prompt."""
+        return dict(self._do(self._move(target)))
+
+    async def _move(self, target: Placement) -> dict[str, Any]:
+        stream = await self._supervisor.generate(_request(self._prompt, -1))
+        client = _Client(stream)
+        reading = asyncio.create_task(client.read())
+        try:
+            await client.has(_N_BEFORE)
+            began = perf_counter()
+            plain = await self._supervisor.switch({"mode": target.mode}, SwitchOptions(via=Route.BESIDE))
+            ended = perf_counter()
+            told = {name: plain[name] for name in _TOLD} | {
+                "total_ms": plain["total_ms"],
+                "wall_ms": (ended - began) * 1e3,
+            }
+            if plain["status"] != "switched":
+                return told
+            if plain["via"] != Via.BESIDE.value:
+                raise ArmFailed(f"it went {plain['via']}: {plain['via_reason'] or 'no reason was given'}")
+            n_by_then, n = len(client.at), self._job["n_generate"]
+            await client.has(n_by_then + n + 1)
+            at = client.at
+            gaps = [after - before for before, after in itertools.pairwise(at) if after >= began]
+            return told | {
+                "gap_ms": max(gaps) * 1e3,
+                "tps": n / (at[n_by_then + n] - at[n_by_then]),
+            }
+        finally:
+            stream.cancel()
+            await reading
+
+    def processes(self) -> list[int]:
+        """This one and its workers."""
+        children = psutil.Process().children(recursive=True)
+        return [os.getpid(), *(child.pid for child in children)]
+
+    def close(self) -> None:
+        """Stop the session without saving it."""
+        with suppress(AttributeError):
+            self._do(self._supervisor.stop(save=False))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._folder.cleanup()
+
+
+class _Client:
+    """Reads a stream and notes when each token came [s]."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self.at: list[float] = []
+        self._came = asyncio.Event()
+        self._done: Done | None = None
+
+    async def read(self) -> None:
+        """Read to the end."""
+        async for event in self._stream:
+            match event:
+                case Delta(token=int()):
+                    self.at.append(perf_counter())
+                case Done():
+                    self._done = event
+                case Begun():
+                    continue
+            self._came.set()
+
+    async def has(self, n: int) -> None:
+        """Wait until so many tokens have come; ArmFailed if the stream ends before."""
+        while len(self.at) < n:
+            if self._done is not None:
+                raise ArmFailed(f"the stream ended after {len(self.at)} tokens: {self._done.message or self._done.why}")
+            self._came.clear()
+            await self._came.wait()
+
+
+def _request(tokens: Sequence[int], n_predict: int) -> GenerateRequest:
+    return GenerateRequest(tokens=tuple(tokens), n_predict=n_predict, sampler=_GREEDY)
+
+
+class ServerArm:
+    """What is done without us: llama-server stopped with its slot saved, and started again in the other mode."""
+
+    def __init__(self, job: Mapping[str, Any]) -> None:
+        self._job = job
+        self._folder = tempfile.TemporaryDirectory()
+        self._server: Server | None = None
+
+    def open(self) -> dict[str, Any]:
+        """Start it and read the prompt."""
+        self._tokens = tokens_of(self._job["n_tokens"], read_facts(self._job["model"]).n_vocab)
+        began = perf_counter()
+        self._server = server = self._started("here")
+        told = {"open_s": perf_counter() - began}
+        return told | {"prompt": server.complete(self._tokens, 1)}
+
+    def _started(self, name: str) -> Server:
+        job = self._job
+        return Server(
+            Path(job["server"]), Path(job["model"]), Placement.from_json(job[name]), Path(self._folder.name)
+        ).start()
+
+    def move(self, target: Placement) -> dict[str, Any]:
+        """Save, stop, start, restore; then generate."""
+        server = self._server
+        if server is None:
+            raise ArmFailed("the server is gone")
+        laps = [perf_counter()]
+        n_bytes = server.save()
+        laps.append(perf_counter())
+        server.stop()
+        laps.append(perf_counter())
+        name = "here" if target.mode.value == self._job["here"]["mode"] else "there"
+        self._server = server = self._started(name)
+        laps.append(perf_counter())
+        server.restore()
+        laps.append(perf_counter())
+        stages = dict(zip(("saving", "stopping", "starting", "restoring"), _ms(laps), strict=True))
+        made = server.complete(self._tokens, self._job["n_generate"] + 1)
+        return {
+            "status": "switched",
+            "reason": "",
+            "total_ms": (laps[-1] - laps[0]) * 1e3,
+            "stages_ms": stages,
+            "state_bytes": n_bytes,
+            **made,
+        }
+
+    def processes(self) -> list[int]:
+        """The server's."""
+        return [] if self._server is None else [self._server.pid]
+
+    def close(self) -> None:
+        """Stop it."""
+        if self._server is not None:
+            self._server.stop()
+        self._folder.cleanup()
+
+
+def _ms(laps: Sequence[float]) -> list[float]:
+    return [(after - before) * 1e3 for before, after in itertools.pairwise(laps)]
+
+
+def resident(pids: Iterable[int]) -> dict[str, int] | None:
+    """Sum what processes keep in memory, bytes, shared pages divided among those that have them; None: not told here.
+
+    Keys: anon (their own), shmem (memory files), file (the page cache's, which others may have too).
+    """
+    sums = {"anon": 0, "shmem": 0, "file": 0}
+    for pid in pids:
+        try:
+            text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
+        except OSError:
+            return None
+        for name in sums:
+            found = re.search(rf"^Pss_{name}:\s+(\d+) kB$", text, re.MULTILINE | re.IGNORECASE)
+            if found is None:
+                return None
+            sums[name] += int(found[1]) * 1024
+    return sums
+
+
+def arm_of(job: Mapping[str, Any]) -> Arm:
+    """Make the arm of a job."""
+    match job["arm"]:
+        case "bare":
+            return BareArm(job, WeightsTier.FILE)
+        case "file" | "pinned" | "resident" as tier:
+            return SessionArm(job, WeightsTier(tier))
+        case "beside" | "beside-idle" as name:
+            return HostedArm(job, is_idle=name == "beside-idle")
+        case "server":
+            return ServerArm(job)
+        case _:
+            return SessionArm(job, WeightsTier.FILE)
+
+
+def main() -> None:
+    """Take moves from stdin; see the module."""
+    job = json.loads(sys.argv[1])
+    arm = arm_of(job)
+    try:
+        say(status="open", **arm.open(), host=resident(arm.processes()))
+        for line in sys.stdin:
+            asked = json.loads(line)
+            found = arm.move(Placement.from_json(asked["target"]))
+            # Looking through the pages of a large model takes as long as a move.
+            say(status="moved", found=found, host=resident(arm.processes()) if asked["looks"] else None)
+    except (ArmFailed, NativeError, SplitctlError, OSError) as error:
+        say(
+            status="failed",
+            reason=f"{type(error).__name__}: {error}" if not isinstance(error, ArmFailed) else str(error),
+        )
+    finally:
+        with suppress(NativeError, SplitctlError, OSError, AttributeError):
+            arm.close()
+
+
+if __name__ == "__main__":
+    main()
