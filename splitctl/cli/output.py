@@ -258,7 +258,7 @@ def switch_table(outcome: Mapping[str, Any]) -> Table:
     if outcome.get("fallback_ms") is not None:
         table.add_row("of it falling back", ms(outcome["fallback_ms"]))
     if outcome.get("pause_ms") is not None:
-        table.add_row("nothing generated for", ms(outcome["pause_ms"]))
+        table.add_row("pause", ms(outcome["pause_ms"]))
     table.add_row("state", mib(outcome.get("state_bytes")))
     if outcome.get("carry_pinned") is not None:
         table.add_row("state through", "pinned memory" if outcome["carry_pinned"] else "unpinned memory")

@@ -169,7 +169,7 @@ def outcome_line(outcome: dict[str, Any]) -> str:
     if outcome.get("weights") not in {None, WeightsTier.FILE.value}:
         parts.append(f"weights {outcome['weights']}")
     if outcome.get("via") == Via.BESIDE.value:
-        parts.append(f"nothing was generated for {outcome.get('pause_ms') or 0.0:,.0f} ms")
+        parts.append(f"paused for {outcome.get('pause_ms') or 0.0:,.0f} ms")
     parts.append(f"{n_tokens:,} tokens of {n_sequences} sequence{'' if n_sequences == 1 else 's'} carried")
     parts += [f"converted: {one}" for one in outcome.get("conversions") or ()]
     parts.append("confirmed" if outcome.get("confirmed") else "the first decode will confirm it")

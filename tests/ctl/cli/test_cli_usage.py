@@ -348,9 +348,9 @@ def test_the_table_shows_the_tier_and_how_fast_each_stage_was() -> None:
     table = switch_table(_BESIDE)
     assert list(table.columns[2].cells)[:2] == ["53.00", ""]
     shown = dict(zip(table.columns[0].cells, table.columns[1].cells, strict=True))
-    assert (shown["nothing generated for"], shown["weights from"]) == ("80.0 ms", "pinned")
+    assert (shown["pause"], shown["weights from"]) == ("80.0 ms", "pinned")
     assert shown["state through"] == "unpinned memory"
-    assert {"state through", "weights from", "nothing generated for"}.isdisjoint(
+    assert {"state through", "weights from", "pause"}.isdisjoint(
         switch_table({**_BESIDE, "pause_ms": None, "weights": None, "carry_pinned": None}).columns[0].cells
     )
 
@@ -372,7 +372,7 @@ def test_a_switch_says_why_it_did_not_go_as_asked(capfd: pytest.CaptureFixture[s
 def test_the_line_of_a_switch_names_what_is_unusual() -> None:
     """Weights of another tier than the file, and how long nothing was generated beside; else it is as it was."""
     assert outcome_line(_BESIDE) == (
-        "switched to tensor in 700 ms; weights pinned; nothing was generated for 80 ms; "
+        "switched to tensor in 700 ms; weights pinned; paused for 80 ms; "
         "3 tokens of 1 sequence carried; confirmed"
     )
     plain = {**_BESIDE, "weights": "file", "via": "composed"}
