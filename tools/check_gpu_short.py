@@ -24,7 +24,7 @@ from splitctl.control.requests import GenerateRequest
 from splitctl.host.config import HostConfig
 from splitctl.host.supervisor import Supervisor
 from splitctl.model.facts import read_facts
-from splitctl.outcome import SwitchOptions
+from splitctl.outcome import Route, SwitchOptions
 from splitctl.placement import Placement, SplitMode
 from tools import greedy_gaps
 from tools.children import run_child
@@ -165,7 +165,7 @@ async def host(setup: Setup, model: Path, layer: Placement, target: Placement | 
                 await texts[-1].has_some.wait()
                 drawn = [len(text.tokens) for text in texts]
                 changes = {"mode": target.mode, "n_ctx": target.n_ctx}
-                outcome = await supervisor.switch(changes, SwitchOptions(force=True))
+                outcome = await supervisor.switch(changes, SwitchOptions(force=True, via=Route.IN_PLACE))
                 outcome["drawn_before"] = drawn
             await asyncio.gather(*readers)
             status = supervisor.status()

@@ -42,6 +42,7 @@ from splitctl.control.requests import GenerateRequest
 from splitctl.host.config import HostConfig
 from splitctl.host.streams import Begun, Delta, Done, Why
 from splitctl.host.supervisor import Supervisor
+from splitctl.outcome import Route, SwitchOptions
 from splitctl.placement import FlashAttn, Placement, SplitMode
 from tools import greedy_gaps
 from tools.places import small_model, usable_library
@@ -230,7 +231,7 @@ async def soak_session(
             for client in clients:
                 client.look()
             mode = SplitMode.TENSOR if number % 2 == 0 else SplitMode.LAYER
-            outcome = await supervisor.switch({"mode": mode})
+            outcome = await supervisor.switch({"mode": mode}, SwitchOptions(via=Route.IN_PLACE))
             await _rounds(clients, running)
             _judge(soak, supervisor.status(), outcome, pid, number)
             soak.pauses_ms += [seen for client in clients if (seen := client.seen_ms())]

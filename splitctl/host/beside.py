@@ -95,7 +95,7 @@ class Beside:
 
     def cancel(self) -> None:
         """End it; the first worker goes on."""
-        self._events.put_nowait(None)
+        self._fail(None)
 
     def abandon(self) -> None:
         """Do nothing more: the first worker is gone, and whoever starts another one ends the second."""
@@ -122,16 +122,23 @@ class Beside:
                     self._steps.reached(report)
                 case orders.Sealed() | orders.Unsealed():
                     self._steps.take_seal(report)
-                case orders.Opened() | orders.TookOver() | orders.Failed():
+                case orders.Opened() | orders.TookOver():
                     self._events.put_nowait(report)
+                case orders.Failed():
+                    self._fail(report)
                 case _ if not isinstance(report, orders.Alive):
-                    self._events.put_nowait(End(f"the worker said {type(report).__name__.lower()} before it served"))
+                    self._fail(End(f"the worker said {type(report).__name__.lower()} before it served"))
         except ReportWrong as error:
             self.ended(End(f"{error}, and was ended"))
 
     def ended(self, end: End) -> None:
         """Take the second worker's end."""
-        self._events.put_nowait(end)
+        self._fail(end)
+
+    def _fail(self, event: orders.Failed | End | None) -> None:
+        """Note where it failed: the first worker may go on to another stage before that is dealt with."""
+        self._record.failed_at = self._record.failed_at or self._record.stage
+        self._events.put_nowait(event)
 
     # ---- the way ----
 
@@ -212,8 +219,8 @@ class Beside:
     async def _go_on(self, off: _Off) -> orders.Switched:
         """Let the first worker serve on; gives the end of the switch."""
         record = self._record
-        stage, now = record.stage, time.monotonic()
-        record.leave(now)
+        stage = record.failed_at or record.stage
+        record.leave(time.monotonic())
         await self._manager.alone()
         refused = None
         while self.is_owed:
@@ -257,11 +264,16 @@ class Beside:
             n_sequences=handed.n_sequences,
             n_tokens=handed.n_tokens,
             conversions=took.conversions,
+            weight_bytes=took.weight_bytes,
+            weights=took.weights,
+            weights_reason=took.weights_reason,
+            carry_pinned=handed.carry_pinned,
+            carry_pinned_reason=handed.carry_pinned_reason,
             via=Via.BESIDE,
             peak_device_bytes=_peaks(opened),
             pause_ms=(now - handed.stood_at) * _MS,
         )
-        return {**outcome.to_json(), **handed.more, **took.more}
+        return dict(outcome.to_json())
 
 
 def _lost(end: End) -> _Off:

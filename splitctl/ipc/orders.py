@@ -397,7 +397,8 @@ class HandedOver:
         stages_ms: time of each stage, ms.
         n_sequences: sequences that were sealed.
         n_tokens: tokens of all of them.
-        more: further fields of the outcome, as they stand there.
+        carry_pinned: whether the state went through pinned memory; None where no device gains by it.
+        carry_pinned_reason: why it did not.
     """
 
     order: int
@@ -405,7 +406,8 @@ class HandedOver:
     stages_ms: dict[str, float] = field(default_factory=dict)
     n_sequences: int = 0
     n_tokens: int = 0
-    more: dict[str, Any] = field(default_factory=dict)
+    carry_pinned: bool | None = None
+    carry_pinned_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,13 +417,17 @@ class TookOver:
     Attributes:
         stages_ms: time of each stage, ms; those of the opening included.
         conversions: how the state was converted, one phrase each.
-        more: further fields of the outcome, as they stand there.
+        weight_bytes: size of the placed weights, bytes.
+        weights: where they came from.
+        weights_reason: why it was not the tier that was asked for; empty where it was.
     """
 
     order: int
     stages_ms: dict[str, float] = field(default_factory=dict)
     conversions: tuple[str, ...] = ()
-    more: dict[str, Any] = field(default_factory=dict)
+    weight_bytes: int | None = None
+    weights: WeightsTier = WeightsTier.FILE
+    weights_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from splitctl.carry.seal import Seal
     from splitctl.engine.live import LiveSession
+    from splitctl.outcome import WeightsTier
     from splitctl.session.decoder import Decoder
     from splitctl.session.storage import Storage
     from splitctl.switching.checking import Checked, Checker
@@ -39,12 +40,14 @@ class Handed:
         stages_ms: time of saving and sealing, ms.
         n_sequences: sequences that hold anything.
         n_tokens: tokens of all of them.
+        pinned: whether the state lies in pinned memory, None where nothing would gain; and why it does not.
     """
 
     stood_at: float
     stages_ms: dict[str, float]
     n_sequences: int
     n_tokens: int
+    pinned: tuple[bool | None, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +57,12 @@ class Taken:
     Attributes:
         stages_ms: time of restoring and proving, ms.
         conversions: one phrase a change that the state needed.
+        weights: where the weights of this process came from, and why not from where they were asked for.
     """
 
     stages_ms: dict[str, float]
     conversions: tuple[str, ...]
+    weights: tuple[WeightsTier, str]
 
 
 class Handing:
@@ -126,7 +131,7 @@ class Handing:
             reached(Stage.SEALING)
             sealed = self._transfer.seal_as_it_is()
             ms = {"saving": (sealing_at - saving_at) * _MS, "sealing": (perf_counter() - sealing_at) * _MS}
-            return Handed(stood_at, ms, sealed.n_sequences, sealed.n_tokens)
+            return Handed(stood_at, ms, sealed.n_sequences, sealed.n_tokens, self._transfer.pinned)
 
     # ---- the other one ----
 
@@ -180,4 +185,5 @@ class Handing:
                 raise StateUnsound(wrong)
             self._decoder.must_succeed = is_trial
             ms = {"restoring": (proving_at - restoring_at) * _MS, "proving": (perf_counter() - proving_at) * _MS}
-            return Taken(ms, changes)
+            engine = self._live.engine
+            return Taken(ms, changes, (engine.came_from, engine.why))

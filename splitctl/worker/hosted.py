@@ -12,7 +12,7 @@ from splitctl.errors import Reason
 from splitctl.host_memory import host_memory
 from splitctl.ipc import orders
 from splitctl.ipc.orders import SequenceSnapshot
-from splitctl.outcome import DOES_NOT_FIT, Route, Stage, StageTimes, SwitchOutcome, SwitchStatus
+from splitctl.outcome import DOES_NOT_FIT, Route, Stage, StageTimes, SwitchOutcome, SwitchStatus, WeightsTier
 from splitctl.switching import conversion
 
 #: The code of the reason that a server's devices take no second worker.
@@ -86,6 +86,8 @@ def why_not_beside(session: Session, checked: Checked) -> str | None:
     via = checked.options.via
     if via is Route.IN_PLACE or checked.reasons or not session.placement.differs(checked.target):
         return None
+    if via is Route.AUTO and checked.weights.tier is WeightsTier.RESIDENT:
+        return "both placements stay on the devices, where a switch moves the state alone"
     return session.handing.why_not_beside(checked)
 
 

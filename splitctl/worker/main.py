@@ -34,7 +34,7 @@ from splitctl.ipc.jobs import (
 from splitctl.ipc.orders import EVENTS, WorkerEvent
 from splitctl.ipc.wire import MessageInvalid, from_line, to_line
 from splitctl.last_words import LOG_PREFIX
-from splitctl.probing import try_placement
+from splitctl.probing import try_copy, try_placement
 from splitctl.probing.verify import Task, measure
 from splitctl.worker import inspection
 from splitctl.worker import run as running
@@ -128,7 +128,7 @@ def _answer(
         _forward_log(library)
         match request:
             case ProbeRequest():
-                verdict = try_placement(
+                verdict = (try_copy if request.of_copy else try_placement)(
                     library,
                     str(request.model),
                     request.placement,

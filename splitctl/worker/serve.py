@@ -394,7 +394,9 @@ class _Server:
             checked = dataclasses.replace(done.found, reasons=tuple(error.reasons))
             return orders.Switched(order.order, hosted.refused(self._session, checked).to_json())
         self._batcher.detach()
-        return orders.HandedOver(order.order, handed.stood_at, handed.stages_ms, handed.n_sequences, handed.n_tokens)
+        return orders.HandedOver(
+            order.order, handed.stood_at, handed.stages_ms, handed.n_sequences, handed.n_tokens, *handed.pinned
+        )
 
     def _take_over(self, order: orders.TakeOver) -> Report:
         """Become what another worker has sealed; the next decode is the trial."""
@@ -405,7 +407,13 @@ class _Server:
             reached=lambda stage: self._reached(order.order, stage),
         )
         self._taken = (order.order, self._session.n_decodes)
-        return orders.TookOver(order.order, self._opening_ms | taken.stages_ms, taken.conversions)
+        return orders.TookOver(
+            order.order,
+            self._opening_ms | taken.stages_ms,
+            taken.conversions,
+            self._session.model.size_bytes,
+            *taken.weights,
+        )
 
     def _reached(self, number: int, stage: Stage) -> None:
         self._report(orders.StageReached(number, stage.value))

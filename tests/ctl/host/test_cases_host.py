@@ -7,7 +7,7 @@ from pathlib import Path
 from splitctl.host.events import WorkerGone
 from splitctl.host.streams import Why
 from splitctl.placement import FlashAttn, SplitMode
-from tests.ctl.host.test_supervisor import FORCED, Stage, play
+from tests.ctl.host.test_supervisor import FORCED, IN_PLACE, Stage, play
 from tests.ctl.hosting import LAYER
 from tests.stublib import needs_compiler
 
@@ -68,7 +68,7 @@ def test_p15_a_sampler_draws_on_where_it_was_after_a_switch_and_after_a_loss(tmp
             client = await stage.ask(1)
             await client.has(4)
             if what == "switch":
-                outcome = await stage.supervisor.switch({"tensor_split": (3.0, 1.0)})
+                outcome = await stage.supervisor.switch({"tensor_split": (3.0, 1.0)}, IN_PLACE)
                 assert outcome["status"] == "switched"
             elif what == "kill":
                 stage.kill()
@@ -102,7 +102,7 @@ def test_p19_a_cancel_is_no_failure_and_is_not_tried_again(tmp_path: Path) -> No
     async def script(stage: Stage) -> None:
         before = stage.supervisor.status()["placement"]
         switch = stage.supervisor.switch(
-            {"mode": SplitMode.TENSOR}, on_stage=lambda _s, _x: stage.supervisor.cancel_switch()
+            {"mode": SplitMode.TENSOR}, IN_PLACE, on_stage=lambda _s, _x: stage.supervisor.cancel_switch()
         )
         outcome = await switch
         assert (outcome["status"], outcome["effective"]) == ("cancelled", "layer")

@@ -20,7 +20,7 @@ from splitctl.host.events import SessionParked, SessionSaved, TrialEnded, Worker
 from splitctl.host.streams import Why
 from splitctl.host.supervisor import HostState, Supervisor
 from splitctl.ipc.jobs import Fault, RequestFailed
-from splitctl.outcome import SwitchOptions
+from splitctl.outcome import Route, SwitchOptions
 from splitctl.placement import Placement, SplitMode
 from tests.ctl.hosting import GREEDY, GUARD_S, LAYER, TENSOR, Client, ask, config, environment, request_of, soon
 from tests.stublib import FaultFile, build, needs_compiler, write_model
@@ -37,7 +37,8 @@ _PACE_US = 20_000
 """Time of a decode: streams must be there when something happens to them, on whatever machine."""
 
 
-FORCED = SwitchOptions(force=True)
+FORCED = SwitchOptions(force=True, via=Route.IN_PLACE)
+IN_PLACE = SwitchOptions(via=Route.IN_PLACE)
 
 
 class Stage:
@@ -80,8 +81,8 @@ class Stage:
         os.kill(pid, number)
 
     def switch(self, **more: Any) -> asyncio.Future[dict[str, Any]]:
-        """Ask for a switch to tensor mode."""
-        return asyncio.ensure_future(self.supervisor.switch({"mode": SplitMode.TENSOR}, **more))
+        """Ask for a switch to tensor mode, in place."""
+        return asyncio.ensure_future(self.supervisor.switch({"mode": SplitMode.TENSOR}, **{"options": IN_PLACE} | more))
 
     async def serves(self, n_restarts: int) -> None:
         """Wait until a worker serves again."""
@@ -246,7 +247,7 @@ def test_streams_go_on_through_switches_both_ways(tmp_path: Path, undisturbed: t
         clients = [await stage.ask(n) for n in range(4)]
         await clients[0].has(2)
         assert (await stage.switch())["status"] == "switched"
-        outcome = await stage.supervisor.switch({"mode": SplitMode.LAYER})
+        outcome = await stage.supervisor.switch({"mode": SplitMode.LAYER}, IN_PLACE)
         assert outcome["status"] == "switched"
         for client, wanted in zip(clients, undisturbed, strict=True):
             assert (await client.end()).why is Why.LENGTH
@@ -432,7 +433,7 @@ def test_a_real_session_survives_its_workers(smollm2: Path, tmp_path: Path) -> N
                 if name == "placing" and supervisor.worker_pid is not None:
                     os.kill(supervisor.worker_pid, signal.SIGKILL)
 
-            outcome = await supervisor.switch({"mode": SplitMode.TENSOR}, on_stage=on_stage)
+            outcome = await supervisor.switch({"mode": SplitMode.TENSOR}, IN_PLACE, on_stage=on_stage)
             assert (outcome["status"], outcome["recomputed"]) == ("fell_back", False)
 
         try:
@@ -444,7 +445,7 @@ def test_a_real_session_survives_its_workers(smollm2: Path, tmp_path: Path) -> N
                     messages=({"role": "user", "content": "Say hello."},), n_predict=4, sampler=GREEDY
                 )
                 assert (await (await ask(supervisor, chat)).end()).n_predicted > 0
-                outcome = await supervisor.switch({"mode": SplitMode.TENSOR})
+                outcome = await supervisor.switch({"mode": SplitMode.TENSOR}, IN_PLACE)
                 assert (outcome["status"], outcome["effective"]) == ("switched", "tensor")
                 assert (await (await ask(supervisor, chat)).end()).n_predicted > 0
                 assert supervisor.status()["last_switch"]["confirmed"] is True

@@ -15,7 +15,7 @@ from splitctl.carry.sampling import SamplerSpec
 from splitctl.ipc import orders
 from splitctl.ipc.jobs import Fault
 from splitctl.ipc.wire import MessageInvalid, from_line, from_object, to_line, to_object
-from splitctl.outcome import Proof, Route, SwitchOptions
+from splitctl.outcome import Proof, Route, SwitchOptions, WeightsTier
 from splitctl.placement import FlashAttn, Placement, SplitMode
 
 PLACEMENT = Placement(mode=SplitMode.TENSOR, devices=("CPU", "CPU"), tensor_split=(3.0, 1.0), flash_attn=FlashAttn.ON)
@@ -50,8 +50,8 @@ REPORTS = (
     orders.Unsealed(0),
     orders.Switched(1, {"status": "switched"}),
     orders.FitsBeside(1, PLACEMENT, 2.5),
-    orders.HandedOver(1, 12.5, {"saving": 1.5}, 2, 3, {"carry_pinned": None}),
-    orders.TookOver(1, {"restoring": 1.5}, ("x",), {"weights": "file"}),
+    orders.HandedOver(1, 12.5, {"saving": 1.5}, 2, 3, False, "why"),
+    orders.TookOver(1, {"restoring": 1.5}, ("x",), 5, WeightsTier.PINNED, "why"),
     orders.FirstStep(1),
     orders.Trial({"status": "switched"}),
     orders.Checked(1, PLACEMENT, reasons=({"code": "c", "text": "t"},), conversions=("x",), state_bytes=5),
