@@ -16,6 +16,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, TypeVar
 
 import psutil
@@ -23,6 +24,7 @@ import psutil
 from llama_native import (
     Adapter,
     CallFailed,
+    CapabilityMissing,
     Context,
     ContextParams,
     FlashAttn,
@@ -31,9 +33,12 @@ from llama_native import (
     Model,
     ModelParams,
     SplitMode,
+    TensorUnknown,
+    Weights,
+    load_user_model,
 )
 from splitctl import placement as placing
-from splitctl.errors import AdapterInvalid, BadModelFile, ConfigInvalid, Parked
+from splitctl.errors import AdapterInvalid, BadModelFile, ConfigInvalid, FileChanged, Parked
 from splitctl.last_words import is_shortage, telling_line
 from splitctl.model.header import read_header
 from splitctl.model.identity import FileIdentity
@@ -43,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from llama_native import Library
+    from splitctl.engine.host_copy import HostCopy
     from splitctl.model.header import GgufHeader
     from splitctl.placement import Placement
 
@@ -137,11 +143,12 @@ class Engine:
         is_cancelled: Callable[[], bool] = lambda: False,
         on_tick: Callable[[], None] | None = None,
         weights: WeightsTier = WeightsTier.FILE,
+        copy: HostCopy | None = None,
     ) -> None:
         """Hold what every placement of this session has in common; ``files`` are those of the model and the adapters.
 
         While the library works, ``is_cancelled`` is asked; ``on_tick`` is called as often as the library calls back:
-        a sign that it does not hang.
+        a sign that it does not hang. ``copy`` is one of the model's files, or will be.
         """
         self.library = library
         self.model_path = model_path
@@ -151,21 +158,38 @@ class Engine:
         self.is_cancelled = is_cancelled
         self.on_tick = on_tick
         self.weights = weights
+        self.copy = copy
         self.came_from = WeightsTier.FILE
         """Where the weights of the last placing came from."""
         self.why = ""
         """Why they did not come from where they were wanted from."""
+        self.load_ms: dict[WeightsTier, float] = {}
+        """How long the last load from each place took, ms."""
+        self.n_to_come: Callable[[], int] = int
+        """Tells how many tokens are known to be generated before the next switch."""
+        self._stale = ""
         self._placed: _Placed | None = None
         self._kept: list[_Placed] = []
 
     def confirm_files(self) -> None:
         """Refuse files that are not what they were when the session opened; equal ones may have taken their place.
 
+        A complete copy stands in for the model's.
+
         Raises:
             FileChanged: of the first that differs.
         """
-        # Their new status is kept: the next look reads nothing again.
-        self.files = tuple(one.confirmed() for one in self.files)
+        found, n_model = list(self.files), len(self.files) - len(self.adapters)
+        self._stale = ""
+        for index, one in enumerate(self.files):
+            try:
+                # The new status is kept: the next look reads nothing again.
+                found[index] = one.confirmed()
+            except FileChanged as error:
+                if index >= n_model or self.copy is None or self.copy.why:
+                    raise
+                self._stale = self._stale or f"{error}; the copy of the weights in host memory stands in for it"
+        self.files = tuple(found)
 
     @property
     def model(self) -> Model | None:
@@ -203,9 +227,16 @@ class Engine:
             self._kept.append(placed)
 
     def place(
-        self, placement: Placement, progress: Callable[[float], None] | None = None, *, cancellable: bool = True
+        self,
+        placement: Placement,
+        progress: Callable[[float], None] | None = None,
+        *,
+        cancellable: bool = True,
+        tier: WeightsTier = WeightsTier.FILE,
     ) -> None:
-        """Take the kept model of a placement, or else load one.
+        """Take the kept model of a placement, or else load one: from the copy where ``tier`` is pinned, else the file.
+
+        What the copy cannot give is loaded from the file, and :attr:`why` says why.
 
         Raises:
             FileChanged: a file is not what it was, or was written to meanwhile.
@@ -226,15 +257,40 @@ class Engine:
                 self._placed, self.came_from = self._kept.pop(index), WeightsTier.RESIDENT
                 return
 
-        def load() -> Model:
-            return Model.load(self.library, self.model_path, params, progress=on_progress, endable=cancellable)
+        def load_file() -> Model:
+            path = self.copy.path if self._stale and self.copy is not None else self.model_path
+            return Model.load(self.library, path, params, progress=on_progress, endable=cancellable)
 
+        self.confirm_files()
+        started, model, came_from = perf_counter(), None, WeightsTier.FILE
+        if tier is WeightsTier.PINNED and self.copy is not None:
+            model = self._uploaded(self.copy, params, on_progress, endable=cancellable)
+        if model is not None:
+            came_from = WeightsTier.PINNED
+        else:
+            model = self._or_alone(load_file)
+        self._placed = _Placed(params, model)
+        self.load_ms[came_from] = (perf_counter() - started) * 1e3
         # Beside one that stays it is the first half of a tier; alone it is a load like any other.
-        tier = WeightsTier.RESIDENT if self._kept else WeightsTier.FILE
+        self.came_from = WeightsTier.RESIDENT if self._kept else came_from
         self.confirm_files()
-        self._placed = _Placed(params, self._or_alone(load))
-        self.came_from = tier if self._kept else WeightsTier.FILE
-        self.confirm_files()
+        self.why = "; ".join(filter(None, (self.why, self._stale)))
+
+    def _uploaded(
+        self, copy: HostCopy, params: ModelParams, progress: Callable[[float], bool], *, endable: bool
+    ) -> Model | None:
+        """Make the model from the copy; None where that cannot be, and :attr:`why` says why."""
+        if copy.why:
+            self.why = copy.why
+            return None
+        weights = Weights(copy.metadata_path, copy.data, copy.places)
+        try:
+            return load_user_model(
+                self.library, weights, params, name=self.model_path, progress=progress, endable=endable
+            )
+        except (CallFailed, CapabilityMissing, TensorUnknown) as error:
+            self.why = f"the copy of the weights could not be used: {error}"
+            return None
 
     def build(self, placement: Placement) -> Placement:
         """Make the context and apply the adapters, which are loaded with the first context of a placed model.
@@ -289,7 +345,8 @@ class Engine:
                 raise
             self.why = f"both placements did not fit: {telling_line(error.log_tail) or error}"
         self.drop_kept()
-        self.came_from = WeightsTier.FILE
+        if self.came_from is WeightsTier.RESIDENT:
+            self.came_from = WeightsTier.FILE
         return make()
 
     def rebuild(self, placement: Placement) -> None:
@@ -318,6 +375,12 @@ class Engine:
         """Free context, adapters and model, whichever there are, and all that is kept."""
         self.free_failed()
         self.drop_kept()
+
+    def close(self) -> None:
+        """Free everything, and let the copy go."""
+        self.free()
+        if self.copy is not None:
+            self.copy.close()
 
     def free_failed(self) -> None:
         """Free what is placed; what is kept stays."""

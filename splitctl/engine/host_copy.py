@@ -13,6 +13,7 @@ Laws:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import mmap
 import os
@@ -23,14 +24,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from splitctl.errors import BadModelFile, FileChanged
 from splitctl.host_memory import host_memory
+from splitctl.model.facts import ModelFacts, read_facts
 from splitctl.model.header import GgufHeader, read_header
-
-if TYPE_CHECKING:
-    from splitctl.model.identity import FileIdentity
+from splitctl.model.identity import FileIdentity
 
 _PAGE = mmap.PAGESIZE
 _PIECE = 16 << 20
@@ -79,6 +79,26 @@ class HostCopy:
         self._why = "the copy of the weights is not begun"
         self._places: dict[str, tuple[int, int]] = {}
         self._image: int | None = None
+
+    @classmethod
+    def of_file(cls, path: Path) -> Self:
+        """Look at a model's file as a copy, without copying it; a split one is copied.
+
+        Raises:
+            BadModelFile, FileChanged, OSError: it cannot be read.
+        """
+        headers = read_facts(path).headers
+        if len(headers) > 1:
+            joined = cls()
+            joined.start([FileIdentity.of(one) for one in headers])
+            joined.wait()
+            return joined
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        mapped = cls(fd)
+        mapped._own = (fd,)
+        mapped._fill = mapped._lay_out(headers[0], prot=mmap.PROT_READ)
+        mapped._fill.filled.set()
+        return mapped
 
     @property
     def path(self) -> str:
@@ -131,6 +151,19 @@ class HostCopy:
         """Tell whether what lies in the memory file is complete and a copy of these files."""
         told = _read_told(self._fd)
         return told is not None and told.get("complete") is True and told.get("files") == _digests(files)
+
+    def facts(self, path: Path, files: Sequence[FileIdentity]) -> ModelFacts:
+        """Read the facts of the model out of a copy of these files, as they were read at ``path``."""
+        told = _read_told(self._fd) or {}
+        return dataclasses.replace(
+            read_facts(self.path),
+            path=path,
+            files=tuple(one.path for one in files),
+            file_bytes=sum(one.status.n_bytes for one in files),
+            header_bytes=int(told["header_bytes"]),
+            header_digest=files[0].header_xxh3_128,
+            part_tensors=tuple(told["part_tensors"]),
+        )
 
     def start(self, files: Sequence[FileIdentity], *, n_threads: int = 0) -> None:
         """Take over what lies there, or fill it from the files in a thread.
@@ -209,10 +242,17 @@ class HostCopy:
         fill.n_all = sum(piece[3] for piece in pieces) or 1
         self._fill = fill
         weakref.finalize(self, fill.stop.set).atexit = False
-        work = (fill, tuple(files), pieces, n_threads)
+        told = {
+            "format": _FORMAT,
+            "complete": True,
+            "files": _digests(files),
+            "header_bytes": headers[0].header_bytes,
+            "part_tensors": [len(one.tensors) for one in headers],
+        }
+        work = (fill, tuple(files), pieces, n_threads, json.dumps(told).encode())
         threading.Thread(target=_filling, args=work, name="splitctl-weights", daemon=True).start()
 
-    def _lay_out(self, header: GgufHeader) -> _Fill:
+    def _lay_out(self, header: GgufHeader, prot: int = mmap.PROT_READ | mmap.PROT_WRITE) -> _Fill:
         """Map the memory file, and note where the tensors of the joined GGUF are."""
         size = os.fstat(self._fd).st_size
         raw = os.pread(self._fd, header.data_offset, 0)
@@ -223,7 +263,7 @@ class HostCopy:
         image = _with_output(header, raw)
         os.ftruncate(self._image, len(image))
         os.pwrite(self._image, image, 0)
-        block = mmap.mmap(self._fd, size, flags=mmap.MAP_SHARED)
+        block = mmap.mmap(self._fd, size, flags=mmap.MAP_SHARED, prot=prot)
         with contextlib.suppress(OSError):  # a kernel without huge pages for memory files
             block.madvise(mmap.MADV_HUGEPAGE)
         self._n_bytes = size
@@ -269,8 +309,9 @@ def _filling(
     files: tuple[FileIdentity, ...],
     pieces: Sequence[tuple[Path, int, int, int]],
     n_threads: int,
+    page: bytes,
 ) -> None:
-    """Fill a copy; what was read counts only if the files are the same before and after."""
+    """Fill a copy and write the page that tells of it, if the files are the same before and after."""
     try:
         for one in files:
             one.confirmed()
@@ -280,8 +321,6 @@ def _filling(
         if fill.stop.is_set():
             fill.why = "the copy of the weights was given up"
             return
-        told = {"format": _FORMAT, "complete": True, "files": _digests(files)}
-        page = json.dumps(told).encode()
         at = len(fill.block) - _PAGE
         fill.block[at : at + len(page)] = page
     except (OSError, FileChanged) as error:

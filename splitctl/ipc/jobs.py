@@ -147,12 +147,17 @@ class RunRequest:
 
 @dataclass(frozen=True, slots=True)
 class ProbeRequest:
-    """Try one placement on one model and compare it with layer mode."""
+    """Try one placement on one model and compare it with layer mode.
+
+    Attributes:
+        of_copy: compare a load from a copy of the weights with one from the file instead, both in the placement.
+    """
 
     model: Path
     library: Path | None
     placement: Placement
     rpc: tuple[str, ...] = ()
+    of_copy: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from splitctl.errors import BadModelFile, Cancelled, DeadlineExceeded, FileChanged, WorkerLost
@@ -51,31 +51,66 @@ class Prober:
 
     def __call__(self, model_path: Path, placement: Placement, facts: ModelFacts) -> ProbeVerdict:
         """Give the verdict on a placement of a GGUF file, remembered or fresh."""
-        if (known := self.known(placement, facts)) is not None:
+        return self._verdict(ProbeRequest(model_path, self.library, placement, self.rpc), facts)
+
+    def known(self, placement: Placement, facts: ModelFacts) -> ProbeVerdict | None:
+        """Give the verdict that is remembered, from a trial or from `verify`; None without one."""
+        return self._known(self._key(placement, facts), facts)
+
+    def why_no_copy(self, placement: Placement, facts: ModelFacts, *, known_only: bool = False) -> str:
+        """Say why a placement's model cannot be made from a copy of its weights; "" where it can.
+
+        Args:
+            placement: of it only what decides how the tensors lie counts.
+            facts: the model.
+            known_only: whether to go without a trial.
+        """
+        plain = Placement(
+            mode=placement.mode,
+            devices=placement.devices,
+            tensor_split=placement.tensor_split,
+            main_gpu=placement.main_gpu,
+            n_gpu_layers=placement.n_gpu_layers,
+            flash_attn=placement.flash_attn,
+        )
+        request = ProbeRequest(facts.path, self.library, plain, self.rpc, of_copy=True)
+        verdict = self._known(self._key(plain, facts, of_copy=True), facts)
+        if verdict is None and not known_only:
+            verdict = self._verdict(request, facts)
+        what = f"{facts.architecture} in {placement.mode.value} mode"
+        if verdict is None:
+            return f"whether this build can make {what} from the copy of the weights has not been tried yet"
+        if verdict.verdict is Verdict.OK:
+            return ""
+        could = "could not be tried" if verdict.verdict is Verdict.INCONCLUSIVE else "is refused"
+        return f"{what} from the copy of the weights {could} with this build: {verdict.why}"
+
+    def _verdict(self, request: ProbeRequest, facts: ModelFacts) -> ProbeVerdict:
+        key = self._key(request.placement, facts, of_copy=request.of_copy)
+        if (known := self._known(key, facts)) is not None:
             return known
         before = statuses(facts.files)
-        fresh = self._try(model_path, placement)
+        fresh = self._try(request)
         if None in before or statuses(facts.files) != before:
             return ProbeVerdict(Verdict.INCONCLUSIVE, f"the files of {facts.path} changed during the try")
         if self.cache is not None:
             # A full or read-only cache folder costs another trial next time, and is no reason to refuse a switch.
             with suppress(OSError, BadModelFile, FileChanged):
-                self.cache.put(self._key(placement, facts), fresh, lambda: model_digest(facts.files))
+                self.cache.put(key, fresh, lambda: model_digest(facts.files))
         return fresh
 
-    def known(self, placement: Placement, facts: ModelFacts) -> ProbeVerdict | None:
-        """Give the verdict that is remembered, from a trial or from `verify`; None without one."""
+    def _known(self, key: ProbeKey, facts: ModelFacts) -> ProbeVerdict | None:
         if self.cache is None:
             return None
         with suppress(BadModelFile, FileChanged):
-            return self.cache.get(self._key(placement, facts), lambda: model_digest(facts.files))
+            return self.cache.get(key, lambda: model_digest(facts.files))
         return None
 
-    def _key(self, placement: Placement, facts: ModelFacts) -> ProbeKey:
-        return ProbeKey.of(self.library, facts, placement, self.device_names, self.rpc)
+    def _key(self, placement: Placement, facts: ModelFacts, *, of_copy: bool = False) -> ProbeKey:
+        key = ProbeKey.of(self.library, facts, placement, self.device_names, self.rpc)
+        return replace(key, copy=f"{placement.n_gpu_layers} layers") if of_copy else key
 
-    def _try(self, model_path: Path, placement: Placement) -> ProbeVerdict:
-        request = ProbeRequest(model_path, self.library, placement, self.rpc)
+    def _try(self, request: ProbeRequest) -> ProbeVerdict:
         try:
             end = run_job(request, env=self.env, deadline_s=self.deadline_s, is_cancelled=self.is_cancelled)
         except Cancelled:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from splitctl.probing.probe import try_placement
+from splitctl.probing.probe import try_copy, try_placement
 from splitctl.probing.reserve import can_reserve, reserve
 from splitctl.probing.verdicts import (
     ProbeKey,
@@ -23,6 +23,7 @@ __all__ = [
     "can_reserve",
     "is_of_the_target",
     "reserve",
+    "try_copy",
     "try_placement",
     "verdict_of_death",
 ]

@@ -9,11 +9,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from llama_native import CallFailed, Context, Library, LoadCancelled, Model
+from llama_native import (
+    CallFailed,
+    Context,
+    Library,
+    LoadCancelled,
+    Model,
+    TensorUnknown,
+    Weights,
+    load_user_model,
+)
 from splitctl.engine.engine import context_params, model_params, resolve_threads
+from splitctl.engine.host_copy import HostCopy
 from splitctl.placement import Placement, SplitMode
 from splitctl.probing.comparing import Logits, is_sound, nmse, nmse_limit
 from splitctl.probing.computing import (
@@ -127,6 +138,66 @@ def try_placement(
             return _without_reference(again)
         return ProbeVerdict(Verdict.FAILS, why)
     return ProbeVerdict(Verdict.OK, numbers=numbers)
+
+
+def try_copy(
+    library: Library,
+    model_path: str,
+    placement: Placement,
+    *,
+    on_stage: Callable[[str], None] = lambda _: None,
+    is_cancelled: Callable[[], bool] = lambda: False,
+) -> ProbeVerdict:
+    """Make the model from weights in memory, and demand to the bit what a load from the file computes there.
+
+    Args:
+        library: the open library.
+        model_path: the GGUF.
+        placement: the placement to try; its context is made smaller, the rest is as given.
+        on_stage: told what is being done, so that a death can be placed.
+        is_cancelled: asked between the steps.
+
+    Returns:
+        OK, WRONG, FAILS or INCONCLUSIVE; DIES is for the parent to say.
+
+    Raises:
+        ProbeCancelled: `is_cancelled` said so.
+    """
+
+    def stage(name: str) -> bool:
+        on_stage(name)
+        return not is_cancelled()
+
+    if not library.has("model-from-memory"):
+        return ProbeVerdict(Verdict.FAILS, "it cannot make models from metadata")
+    where = _shrunk(placement)
+    copy = HostCopy.of_file(Path(model_path))
+    try:
+        if copy.why:
+            return ProbeVerdict(Verdict.INCONCLUSIVE, copy.why)
+        params = model_params(where)
+        with Model.load(library, model_path, params, progress=lambda _: stage("reference")) as model:
+            embeddings, wanted = _reference(model, where)
+        weights = Weights(copy.metadata_path, copy.data, copy.places)
+        loading = load_user_model(library, weights, params, progress=lambda _: stage("target: loading"))
+        with loading as model:
+            got, _ = _first_run(model, where, _script(model, where), embeddings=embeddings, stage=None)
+    except LoadCancelled as error:
+        raise ProbeCancelled from error
+    except _NoReference as error:
+        return ProbeVerdict(Verdict.INCONCLUSIVE, f"a load from the file cannot be tried ({error})")
+    except TensorUnknown as error:
+        return ProbeVerdict(Verdict.FAILS, str(error))
+    except CallFailed as error:
+        why, is_short = why_failed(error)
+        if is_short or error.function != "llama_model_init_from_user":
+            return ProbeVerdict(Verdict.INCONCLUSIVE, f"not enough memory for the try ({why})" if is_short else why)
+        return ProbeVerdict(Verdict.FAILS, why)
+    finally:
+        copy.close()
+    if [one.tobytes() for one in got] != [one.tobytes() for one in wanted]:
+        return ProbeVerdict(Verdict.WRONG, "its logits are not to the bit those of a load from the file")
+    return ProbeVerdict(Verdict.OK)
 
 
 class _NoReference(Exception):

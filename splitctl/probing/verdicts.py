@@ -25,6 +25,7 @@ from typing import Any, Self
 
 from splitctl.last_words import is_shortage, telling_line
 from splitctl.model.facts import ModelFacts
+from splitctl.model.remembered import remembered
 from splitctl.placement import FlashAttn, Placement, SplitMode
 
 _FORMAT = 1
@@ -85,6 +86,7 @@ class ProbeVerdict:
             raise ValueError(f"no verdict: {error}") from error
 
 
+@remembered
 def shape_of(facts: ModelFacts) -> str:
     """Name what a model's header says that can change a verdict; equal for models of one shape.
 
@@ -114,6 +116,7 @@ class ProbeKey:
         many_sequences: whether the context holds more than one sequence.
         kv_unified: whether they share one stream.
         rpc: the servers behind RPC devices, whose names do not tell them apart.
+        copy: of a model that is made from a copy of its weights, with how many layers on devices; else empty.
     """
 
     build: str
@@ -127,6 +130,7 @@ class ProbeKey:
     many_sequences: bool
     kv_unified: bool
     rpc: tuple[str, ...] = ()
+    copy: str = ""
 
     @classmethod
     def of(
@@ -165,7 +169,8 @@ class ProbeKey:
 
     def text(self) -> str:
         """Give the key as text, a JSON array; equal keys have equal texts."""
-        return json.dumps([getattr(self, field.name) for field in dataclasses.fields(self)])
+        told = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        return json.dumps(told if self.copy else told[:-1])
 
 
 def build_id(library: Path) -> str:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from splitctl.carry.arena import Arenas
     from splitctl.carry.sampling import SamplerSpec, Token
     from splitctl.carry.sequence import SequenceCarry
+    from splitctl.engine.host_copy import HostCopy
     from splitctl.engine.live import LiveSession
     from splitctl.engine.slot import Slot
     from splitctl.errors import ContextFull
@@ -84,6 +85,7 @@ class Session:
         on_tick: Callable[[], None] | None = None,
         files: Sequence[FileIdentity] = (),
         weights: WeightsTier = WeightsTier.FILE,
+        copy: HostCopy | None = None,
     ) -> Self:
         """Load a model and open a context.
 
@@ -102,6 +104,7 @@ class Session:
             on_tick: called while the library works, as often as it calls back: a sign that it does not hang.
             files: what another session of this model and these adapters was opened from; none: whatever lies there.
             weights: where switches take the weights from.
+            copy: memory for a copy of the weights that outlives the process; None: memory of its own, where needed.
 
         Raises:
             FileChanged: a file is not what ``files`` say, or was written to meanwhile.
@@ -125,6 +128,7 @@ class Session:
             on_tick=on_tick,
             files=files,
             weights=weights,
+            copy=copy,
         )
         return cls(*parts)
 

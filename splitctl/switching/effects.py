@@ -120,7 +120,7 @@ class Effects:
 
     def _place(self, state: MachineState) -> None:
         report = self.run.progress
-        self.live.engine.place(_requested(state), lambda share: report(state.stage, share))
+        self.live.engine.place(_requested(state), lambda share: report(state.stage, share), tier=self.weights.tier)
 
     def _build(self, state: MachineState) -> None:
         self._resolved = self.live.engine.build(_requested(state))
@@ -164,7 +164,7 @@ class Effects:
         self.live.engine.free_failed()
 
     def _place_old(self, state: MachineState) -> None:
-        self.live.engine.place(_original_of(state), cancellable=False)
+        self.live.engine.place(_original_of(state), cancellable=False, tier=self.weights.back)
 
     def _build_old(self, state: MachineState) -> None:
         self.live.engine.build(_original_of(state))
@@ -182,7 +182,7 @@ class Effects:
         live = self.live
         live.engine.free()
         original = _original_of(state)
-        live.engine.place(original, cancellable=False)
+        live.engine.place(original, cancellable=False, tier=self.weights.back)
         live.engine.build(original)
         live.replay_tokens()
         live.serve_in(original)

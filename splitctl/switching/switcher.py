@@ -155,7 +155,7 @@ class Switcher:
         """Free everything; only while nothing is under way."""
         if EventKind.CLOSED in machine.TABLE[self.state.stage]:
             self._drive(SwitchEvent(EventKind.CLOSED))
-        self.effects.live.engine.free()
+        self.effects.live.engine.close()
 
     def _drive(self, event: SwitchEvent) -> None:
         """Take events until the machine rests; what a callback or a signal raised meanwhile is raised then."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
-from splitctl.engine.weights import Chosen, Seen, choose
+from splitctl.engine.weights import CUDA_EXTRA_MS, Chosen, Seen, choose, saves_ms
 from splitctl.outcome import WeightsTier
 
 if TYPE_CHECKING:
@@ -17,19 +18,51 @@ if TYPE_CHECKING:
 class Tiers:
     """Chooses the tiers of one session's switches. Thread: any; one at a time."""
 
-    def __init__(self, beside: Callable[[Placement, Placement], str] | None) -> None:
-        """Use what tells why two placements do not fit at once, "" where they do; None: they are held not to."""
+    def __init__(
+        self,
+        beside: Callable[[Placement, Placement], str] | None,
+        why_no_copy: Callable[[Placement, bool], str] = lambda _placement, _known_only: "",
+    ) -> None:
+        """Use what others know.
+
+        Args:
+            beside: tells why two placements do not fit at once, "" where they do; None: they are held not to.
+            why_no_copy: tells why a placement's model cannot be made from a copy, "" where it can; may try it in a
+                child process, unless it shall say what is known alone.
+        """
         self._beside = beside
+        self._why_no_copy = why_no_copy
 
     def choose(self, live: LiveSession, target: Placement) -> tuple[Chosen, bool]:
         """Choose the tier for a target, and tell whether the devices were asked for their memory."""
-        asked = live.engine.weights
-        if asked is WeightsTier.FILE:
-            return Chosen(), False
-        beside, has_asked = "", False
-        if asked in {WeightsTier.RESIDENT, WeightsTier.AUTO} and not live.engine.keeps(target):
+        engine = live.engine
+        asked, beside, has_asked = engine.weights, "", False
+        if asked in {WeightsTier.RESIDENT, WeightsTier.AUTO} and not engine.keeps(target):
             beside, has_asked = "nobody can say whether both placements fit", self._beside is not None
             if self._beside is not None:
                 with live.placing:
                     beside = self._beside(live.placement, target)
-        return choose(asked, Seen(beside=beside, pinned="there is no copy of the weights")), has_asked
+        if asked in {WeightsTier.FILE, WeightsTier.RESIDENT} or (asked is WeightsTier.AUTO and not beside):
+            return choose(asked, Seen(beside)), has_asked
+        seen = Seen(
+            beside,
+            pinned=self.of_copy(live, target, known_only=True),
+            back=self.of_copy(live, live.placement, known_only=True),
+            n_tokens=engine.n_to_come(),
+            extra_ms=CUDA_EXTRA_MS if any(name.startswith("CUDA") for name in self._devices(live, target)) else 0.0,
+            saves_ms=saves_ms(live.facts.weight_bytes, engine.load_ms),
+        )
+        if seen.pinned and (asked is WeightsTier.PINNED or seen.pays):
+            seen = dataclasses.replace(seen, pinned=self.of_copy(live, target))
+        return choose(asked, seen), has_asked
+
+    def of_copy(self, live: LiveSession, placement: Placement, *, known_only: bool = False) -> str:
+        """Say why a placement's model cannot be made from the copy now; "" where it can."""
+        copy = live.engine.copy
+        if copy is None:
+            return "there is no copy of the weights"
+        return copy.why or self._why_no_copy(placement, known_only)
+
+    @staticmethod
+    def _devices(live: LiveSession, placement: Placement) -> tuple[str, ...]:
+        return placement.devices or tuple(one.name for one in live.engine.library.devices(memory=False))

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from splitctl import Placement, SamplerSpec, Session, SplitMode, Stage, SwitchStatus
+from llama_native import Library
+from splitctl import FileChanged, Placement, SamplerSpec, Session, SplitMode, Stage, SwitchStatus
 from splitctl.carry import file as carries
+from splitctl.engine.host_copy import HostCopy
+from splitctl.ipc.probes import Prober
+from splitctl.model.facts import read_facts
 from splitctl.outcome import WeightsTier
-from tests.real.conftest import SEEDED, SMALL_PROMPT, Opener
+from tests.real.conftest import PROMPT, SEEDED, SMALL_PROMPT, Opener, base
 
 GREEDY = SamplerSpec(temp=0.0)
 OTHER_SHARES = {"tensor_split": (0.2, 0.8)}
@@ -135,3 +141,147 @@ def test_closing_and_parking_free_what_is_kept(open_small: Opener) -> None:
     models = [session._live.model, session._live.engine._kept[0].model]
     session.close()
     assert all(model.closed for model in models)
+
+
+# ---- a copy in host memory ----
+
+
+def _filled(session: Session) -> Session:
+    copy = session._live.engine.copy
+    assert copy is not None
+    assert copy.wait(), copy.why
+    return session
+
+
+@pytest.fixture
+def pinned(library: Library, open_session: Opener) -> Opener:
+    """Opens sessions with a copy of SmolLM2 that is filled."""
+    if not library.has("model-from-memory"):
+        pytest.skip(f"{library.path} cannot make models from metadata")
+    return lambda *placement, **named: _filled(open_session(*placement, weights=WeightsTier.PINNED, **named))
+
+
+@pytest.mark.every_build
+def test_a_model_made_from_the_copy_goes_on_like_one_of_the_file(
+    pinned: Opener, open_session: Opener, other_mode: SplitMode, tmp_path: Path
+) -> None:
+    """There and back: SmolLM2's output is tied to its embedding, and its file has no biases; all bytes are equal."""
+    copied, loaded = pinned(), open_session()
+    for session in (copied, loaded):
+        session.prefill(session.tokenize(PROMPT))
+    for mode in (other_mode, SplitMode.LAYER):
+        assert _switched(copied, copied.placement.changed(mode=mode)) is WeightsTier.PINNED
+        assert _switched(loaded, loaded.placement.changed(mode=mode)) is WeightsTier.FILE
+        assert _ids(copied, 4, SEEDED) == _ids(loaded, 4, SEEDED)
+        assert np.array_equal(copied.logits(), loaded.logits())
+    assert _state(copied, tmp_path / "copied") == _state(loaded, tmp_path / "loaded")
+
+
+def test_a_switch_before_the_copy_is_filled_uses_the_file(open_small: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The outcome says how far the copy is."""
+    session = open_small(weights=WeightsTier.PINNED)
+    session.prefill(SMALL_PROMPT)
+    monkeypatch.setattr(type(session._live.engine.copy), "why", "the copy of the weights is 40% filled")
+    outcome = session.switch(session.placement.changed(**OTHER_SHARES))
+    assert (outcome.status, outcome.weights) == (SwitchStatus.SWITCHED, WeightsTier.FILE)
+    assert outcome.weights_reason == "the copy of the weights is 40% filled"
+
+
+def test_a_tensor_that_the_file_has_not_gives_the_file_s_load(pinned: Opener) -> None:
+    """What nobody knows a neutral value for is refused by name, and the library loads the file."""
+    session = pinned()
+    session.prefill(session.tokenize(PROMPT))
+    copy = session._live.engine.copy
+    assert copy is not None
+    del copy.places["output_norm.weight"]
+    outcome = session.switch(session.placement.changed(**OTHER_SHARES))
+    assert (outcome.status, outcome.weights) == (SwitchStatus.SWITCHED, WeightsTier.FILE)
+    assert "this build wants output_norm.weight, which the file has not" in outcome.weights_reason
+    assert len(_ids(session, 2, GREEDY)) == 2
+
+
+def test_a_cancel_while_tensors_are_uploaded_ends_in_the_old_placement(
+    pinned: Opener, straight: tuple[int, ...]
+) -> None:
+    """The half-filled model is freed; the way back is loaded from the copy too."""
+    flag = threading.Event()
+    session = pinned(cancel=flag)
+    session.prefill(session.tokenize(PROMPT))
+    first = _ids(session, 6, SEEDED)
+
+    def cancel(stage: Stage, share: float) -> None:
+        if stage is Stage.PLACING and share > 0.2:
+            flag.set()
+
+    outcome = session.switch(session.placement.changed(**OTHER_SHARES), progress=cancel)
+    flag.clear()
+    assert (outcome.status, outcome.stage) == (SwitchStatus.CANCELLED, Stage.PLACING)
+    assert session._live.engine.came_from is WeightsTier.PINNED
+    assert (*first, *_ids(session, 6)) == straight[:12]
+
+
+@pytest.mark.parametrize("change", [Path.unlink, lambda path: path.write_bytes(b"GGUF")], ids=["gone", "replaced"])
+def test_the_copy_serves_when_the_file_does_not(
+    library: Library, small_model: Path, tmp_path: Path, change: Callable[[Path], object]
+) -> None:
+    """A switch, the library's own load and a session that opens anew all work from it, and say so."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(small_model.read_bytes())
+    fd = os.memfd_create("copy")
+    opened = {"library": library, "prober": None, "weights": WeightsTier.PINNED}
+    with Session.open(path, base(), copy=HostCopy(fd), **opened) as session:  # type: ignore[arg-type]
+        _filled(session).prefill(SMALL_PROMPT)
+        other = tmp_path / "other"
+        other.write_bytes(path.read_bytes())
+        change(other)
+        path.unlink()
+        if other.exists():
+            other.rename(path)
+        outcome = session.switch(session.placement.changed(**OTHER_SHARES))
+        assert (outcome.status, outcome.weights) == (SwitchStatus.SWITCHED, WeightsTier.PINNED)
+        assert "the copy of the weights in host memory stands in for it" in outcome.weights_reason
+        session._live.engine.weights = WeightsTier.FILE
+        assert _switched(session, session.placement.changed(mode=SplitMode.NONE)) is WeightsTier.FILE
+        session.save(tmp_path / "carry")
+        ids = _ids(session, 5, GREEDY)
+        files = session.files
+    with pytest.raises(FileChanged):
+        Session.open(path, base(), files=files, library=library, prober=None)
+    again = Session.open(path, base(mode=SplitMode.NONE), files=files, copy=HostCopy(fd), **opened)  # type: ignore[arg-type]
+    with again as session:
+        assert session._live.engine.came_from is WeightsTier.PINNED
+        assert session.facts.path == path
+        session.restore(tmp_path / "carry")
+        assert _ids(session, 5, GREEDY) == ids
+    os.close(fd)
+
+
+def test_a_file_that_changed_is_refused_where_there_is_no_whole_copy(
+    library: Library, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As without a copy: nothing is freed, and the session serves on."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(small_model.read_bytes())
+    opened = {"library": library, "prober": None, "weights": WeightsTier.PINNED}
+    with Session.open(path, base(), **opened) as session:  # type: ignore[arg-type]
+        session.prefill(SMALL_PROMPT)
+        monkeypatch.setattr(HostCopy, "why", "the copy of the weights is 40% filled")
+        path.unlink()
+        outcome = session.switch(session.placement.changed(**OTHER_SHARES))
+        assert [one.code for one in outcome.reasons] == ["file-changed"]
+        assert len(_ids(session, 2, GREEDY)) == 2
+
+
+@pytest.mark.parametrize("mode", [SplitMode.LAYER, SplitMode.TENSOR])
+def test_a_build_is_compared_with_itself_in_a_child(
+    prober: Prober, library: Library, smollm2: Path, other_mode: SplitMode, mode: SplitMode
+) -> None:
+    """To the bit; the verdict is remembered, and says of an old build that it cannot."""
+    if mode is SplitMode.TENSOR and other_mode is not mode:
+        pytest.skip("this build's tensor mode does not work on the devices under test")
+    facts = read_facts(smollm2)
+    unknown = prober.why_no_copy(base(mode=mode), facts, known_only=True)
+    assert "has not been tried yet" in unknown
+    why = prober.why_no_copy(base(mode=mode), facts)
+    assert why == prober.why_no_copy(base(mode=mode), facts, known_only=True)
+    assert (why == "") == library.has("model-from-memory"), why

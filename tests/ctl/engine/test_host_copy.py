@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import struct
 from pathlib import Path
@@ -76,9 +77,12 @@ def test_parts_are_joined_to_one_file(tmp_path: Path) -> None:
     copy = HostCopy()
     copy.start(files)
     assert copy.wait(), copy.why
-    facts = read_facts(copy.path)
-    assert [one.name for one in facts.tensors] == ["token_embd.weight", "output_norm.weight"]
-    assert len(facts.files) == 1
+    assert len(read_facts(copy.path).files) == 1
+    path = files[0].path
+    assert dataclasses.replace(copy.facts(path, files), tensors=()) == dataclasses.replace(
+        read_facts(path), tensors=(), n_bytes_read=copy.facts(path, files).n_bytes_read
+    )
+    assert [one.name for one in copy.facts(path, files).tensors] == ["token_embd.weight", "output_norm.weight"]
     assert _held(copy, "token_embd.weight") == _body(EMBEDDING, 0)
     assert _held(copy, "output_norm.weight") == _body(NORM, 1)
     copy.close()
