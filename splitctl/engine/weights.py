@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 from splitctl.outcome import WeightsTier
 
-#: What a token takes more after a pinned load on a CUDA device, where nobody has measured it [ms]. Measured with 8B
-#: q8_0 on two H200: 207 and 232 tokens/s in place of 244 and 269.
-CUDA_EXTRA_MS = 0.6
-#: How fast the weights come, where the session has not loaded them so yet [bytes/ms]. Measured as above: 1.2 s, 0.5 s.
+#: How fast the weights come, where the session has not loaded them so yet [bytes/ms]. Measured with 8B q8_0 on two
+#: H200: 1.2 s, 0.5 s.
 _FILE_RATE, _PINNED_RATE = 7.0e6, 17.0e6
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from splitctl.engine.weights import CUDA_EXTRA_MS, Chosen, Seen, choose, saves_ms
+from splitctl.engine.weights import Chosen, Seen, choose, saves_ms
 from splitctl.outcome import WeightsTier
+from splitctl.planning.cost import PINNED_MS_PER_TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +50,7 @@ class Tiers:
             pinned=self.of_copy(live, target, known_only=True),
             back=self.of_copy(live, live.placement, known_only=True),
             n_tokens=engine.n_to_come(),
-            extra_ms=CUDA_EXTRA_MS if any(name.startswith("CUDA") for name in self._devices(live, target)) else 0.0,
+            extra_ms=PINNED_MS_PER_TOKEN if self._is_cuda(live, target) else 0.0,
             saves_ms=saves_ms(live.facts.weight_bytes, engine.load_ms),
         )
         if seen.pinned and (asked is WeightsTier.PINNED or seen.pays):
@@ -61,8 +62,10 @@ class Tiers:
         copy = live.engine.copy
         if copy is None:
             return "there is no copy of the weights"
+        copy.look_again()
         return copy.why or self._why_no_copy(placement, known_only)
 
     @staticmethod
-    def _devices(live: LiveSession, placement: Placement) -> tuple[str, ...]:
-        return placement.devices or tuple(one.name for one in live.engine.library.devices(memory=False))
+    def _is_cuda(live: LiveSession, placement: Placement) -> bool:
+        names = placement.devices or tuple(one.name for one in live.engine.library.devices(memory=False))
+        return any(name.startswith("CUDA") for name in names)
