@@ -15,7 +15,6 @@ import re
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -43,9 +42,10 @@ from tools.gpu_jobs import tokens_of
 _GREEDY = SamplerSpec(temp=0.0)
 #: A prompt before the first that counts: threads, kernels and graphs are made.
 _WARM_UP = 512
-#: Moves until a tier has what it needs, such as a copy of the weights.
-_N_TRIES = 8
-_BETWEEN_S = 1.0
+#: Moves until a tier has what it needs, such as both placements.
+_N_TRIES = 4
+#: How long a copy of the weights may take to fill [s].
+_COPY_S = 120.0
 #: Tokens that a stream has before it is moved.
 _N_BEFORE = 8
 #: Of the sequences beside a stream: how many, and the share of all tokens that the stream keeps.
@@ -127,11 +127,10 @@ class SessionArm:
         job = self._job
         self._library = library = Library.open(job["library"], env=os.environ)
         self._clocked = library._lib = Clocked(library._lib)  # noqa: SLF001 - the clock stands between it and its calls
-        # A tier that has to be tried in a child is tried; the modes themselves are not.
-        prober: Any = "auto" if self._weights is WeightsTier.PINNED else None
         began = perf_counter()
+        # Nothing is tried in a child: what a trial finds is remembered, and no part of later switches.
         self._session = session = Session.open(
-            job["model"], self._here, library=library, prober=prober, weights=self._weights
+            job["model"], self._here, library=library, prober=None, weights=self._weights
         )
         told = {"open_s": perf_counter() - began}
         session.set_sampler(_GREEDY)
@@ -150,6 +149,9 @@ class SessionArm:
 
     def _made_ready(self) -> list[str]:
         """Move until the weights come from where they should; says why they did not, a line a try."""
+        copy = self._session._live.engine.copy  # noqa: SLF001 - nobody else has to wait for it
+        if copy is not None and not copy.wait(_COPY_S):
+            raise ArmFailed(f"there is no copy of the weights: {copy.why}")
         tries: list[str] = []
         found: dict[str, Any] = {}
         for number in range(_N_TRIES):
@@ -159,8 +161,6 @@ class SessionArm:
             tries.append(found["weights_reason"])
             if number % 2 and found["weights"] == self._weights.value and not found["weights_reason"]:
                 return tries
-            if number % 2:  # a copy is filled, or tried, beside it
-                time.sleep(_BETWEEN_S)
         if found["weights"] != self._weights.value:
             raise ArmFailed(f"weights came from {found['weights']}: {found['weights_reason'] or 'no reason was given'}")
         return tries

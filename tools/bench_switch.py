@@ -13,10 +13,15 @@ bytes_ratio       median of (proof on bytes) / (proof on positions): what readin
 interval          95 % of the medians of 2,000 resamples of the rounds
 cpu_ratio         overhead_ratio in processor time, which other programs on the machine disturb less
 
+times_faster      median of layer-tensor from the file / median of the route, proof on positions, where both were run
+
 Buffers of some MiB come from fresh pages: malloc would give recycled ones to some moves and not to others.
 
-Routes: layer-layer moves the tensor_split between 1,1 and 3,1; layer-tensor changes the mode.
-Exit code 0: every switch was done; 1: one was not; the ratios are printed, not judged.
+Routes: layer-layer moves the tensor_split between 1,1 and 3,1; layer-tensor changes the mode, with weights from the
+file; layer-tensor-pinned and layer-tensor-resident are the same in the other tiers of weights. Their bare calls are
+get, free, free, make from the copy (`llama_native.load_user_model`), build, set; and get, clear, set, between two
+contexts. Exit code 0: every switch was done, or a route is left out with a reason; 1: one was not. The ratios are
+printed, not judged.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter, process_time
@@ -36,12 +41,13 @@ from typing import Any
 import cffi
 import numpy as np
 
-from llama_native import Library
+from llama_native import Context, Library, Weights, load_user_model, state_get, state_set, state_size
 from llama_native import library as opened  # the module: the log callback lives there
 from llama_native.context import fill_context_params
 from llama_native.model import fill_model_params
 from splitctl import FlashAttn, Placement, Proof, SamplerSpec, Session, SplitMode, SwitchStatus
 from splitctl.engine.engine import context_params, model_params
+from splitctl.outcome import WeightsTier
 from tools.make_dummies import make_big
 from tools.places import default_folder, small_model
 
@@ -57,6 +63,8 @@ _ROOM = 64 << 20
 #: Source: glibc, malloc.h.
 _M_MMAP_THRESHOLD = -3
 _GREEDY = SamplerSpec(temp=0.0)
+#: How long a copy of the weights may take to fill [s].
+_COPY_S = 120.0
 _BIG = "big-500"
 BARE_STAGES = ("saving", "freeing", "placing", "building", "restoring")
 _STAGES = ("quiescing", "checking", "saving", "sealing", "freeing", "placing", "building", "restoring", "proving")
@@ -122,9 +130,79 @@ class Bare:
         if not n == n_set == n_bytes:
             raise SystemExit(f"the bare calls announced {n_bytes} bytes, wrote {n}, read {n_set}")
         self.n_bytes = n
-        for stage, start, end in zip(BARE_STAGES, laps, laps[1:], strict=False):
-            self.stages.setdefault(stage, []).append((end - start) * 1e3)
+        self._note(BARE_STAGES, laps)
         return times
+
+    def _note(self, names: Sequence[str], laps: Sequence[float]) -> None:
+        """Keep the times of stages, ms."""
+        for name, (start, end) in zip(names, itertools.pairwise(laps), strict=True):
+            self.stages.setdefault(name, []).append((end - start) * 1e3)
+
+    def _saved(self, context: Context) -> int:
+        self.n_bytes = n = state_get(context, self._buffer[: state_size(context)].data)
+        return n
+
+
+class BarePinned(Bare):
+    """The same from the session's copy of the weights, by what `llama_native` has for each call."""
+
+    def switch(self, placement: Placement) -> Times:
+        """Move."""
+        engine, params = self._engine, model_params(placement)
+        placed, copy = engine._placed, engine.copy  # noqa: SLF001
+        if placed is None or placed.context is None or copy is None:
+            raise AssertionError("a session of this tier has a copy")
+        laps, cpu = [perf_counter()], process_time()
+        n = self._saved(placed.context)
+        laps.append(perf_counter())
+        placed.context.close()
+        placed.model.close()
+        laps.append(perf_counter())
+        weights = Weights(copy.metadata_path, copy.data, copy.places)
+        placed.params, placed.model = params, load_user_model(self._library, weights, params)
+        laps.append(perf_counter())
+        placed.context = context = Context(placed.model, context_params(placement, embeddings=False))
+        laps.append(perf_counter())
+        state_set(context, self._buffer[:n].data)
+        laps.append(perf_counter())
+        times = Times(laps[-1] - laps[0], process_time() - cpu)
+        self._note(BARE_STAGES, laps)
+        return times
+
+
+class BareResident(Bare):
+    """The state alone, from one context that is there to the other."""
+
+    def switch(self, placement: Placement) -> Times:
+        """Move to the placement that is kept."""
+        engine = self._engine
+        here, (there,) = engine._placed, engine._kept  # noqa: SLF001
+        if here is None or here.context is None or there.context is None or there.params != model_params(placement):
+            raise AssertionError("a session of this tier keeps the other placement, with its context")
+        laps, cpu = [perf_counter()], process_time()
+        n = self._saved(here.context)
+        laps.append(perf_counter())
+        there.context.clear()
+        laps.append(perf_counter())
+        state_set(there.context, self._buffer[:n].data)
+        laps.append(perf_counter())
+        times = Times(laps[-1] - laps[0], process_time() - cpu)
+        engine._placed, engine._kept = there, [here]  # noqa: SLF001
+        self._note(("saving", "building", "restoring"), laps)
+        return times
+
+
+#: Route -> where its weights come from, and what its bare calls are.
+_ROUTES: Mapping[str, tuple[WeightsTier, type[Bare]]] = {
+    "layer-layer": (WeightsTier.FILE, Bare),
+    "layer-tensor": (WeightsTier.FILE, Bare),
+    "layer-tensor-pinned": (WeightsTier.PINNED, BarePinned),
+    "layer-tensor-resident": (WeightsTier.RESIDENT, BareResident),
+}
+
+
+class LeftOut(Exception):
+    """A route that cannot be measured here, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +246,19 @@ def main() -> int:
     options = _options()
     _use_fresh_pages()
     library = Library.open(options.lib, env=os.environ)
-    runs = [
-        _run(library, name, path, route, options)
-        for name, path in _models(options.models)
-        for route in ("layer-layer", "layer-tensor")
-        if options.k in route
-    ]
+    runs, left_out = list[dict[str, Any]](), list[dict[str, str]]()
+    for name, path in _models(options.models):
+        for route in (one for one in _ROUTES if options.k in one):
+            try:
+                runs.append(_run(library, name, path, route, options))
+            except LeftOut as why:
+                left_out.append({"model": name, "route": route, "why": str(why)})
     if not runs:
-        raise SystemExit(f"no route is called {options.k!r}")
+        raise SystemExit(left_out[0]["why"] if left_out else f"no route is called {options.k!r}")
+    files = {run["model"]: run["median_ms"]["positions"] for run in runs if run["route"] == "layer-tensor"}
+    for run in runs:
+        if _ROUTES[run["route"]][0] is not WeightsTier.FILE and run["model"] in files:
+            run["times_faster"] = round(files[run["model"]] / run["median_ms"]["positions"], 2)
     worst = max(runs, key=lambda run: run["overhead_ratio"])
     summary = {
         "library": library.version or library.path.name,
@@ -184,6 +267,7 @@ def main() -> int:
         "interval": worst["interval"],
         "bytes_ratio": max(run["bytes_ratio"] for run in runs),
         "runs": runs,
+        "left_out": left_out,
     }
     if options.json:
         print(json.dumps(summary))
@@ -235,11 +319,13 @@ def _run(library: Library, name: str, path: Path, route: str, options: argparse.
     there = here.changed(tensor_split=(3.0, 1.0)) if route == "layer-layer" else here.changed(mode=SplitMode.TENSOR)
     tokens = [int(t) for t in np.random.default_rng(0).integers(5, 900, options.tokens)]
     samples = Samples()
-    with Session.open(path, here, library=library, prober=None) as session:
+    tier, kind = _ROUTES[route]
+    with Session.open(path, here, library=library, prober=None, weights=tier) as session:
         session.prefill(tokens)
-        bare = Bare(library, session)
+        bare = kind(library, session)
         here = session.placement
         there = there.changed(n_ctx=here.n_ctx)
+        _make_ready(session, tier, (there, here))
         arms: dict[str, Callable[[Placement], Times]] = {
             "bare": bare.switch,
             "positions": lambda target: _switch(session, target, Proof.POSITIONS, samples),
@@ -264,6 +350,18 @@ def _run(library: Library, name: str, path: Path, route: str, options: argparse.
         "weight_bytes": last.weight_bytes if last else None,
         **_ratios(samples),
     }
+
+
+def _make_ready(session: Session, tier: WeightsTier, route: Sequence[Placement]) -> None:
+    """Let a tier have what it needs; LeftOut where it does not get it."""
+    copy = session._live.engine.copy  # noqa: SLF001 - nobody else has to wait for it
+    if copy is not None and not copy.wait(_COPY_S):
+        raise LeftOut(f"there is no copy of the weights: {copy.why}")
+    for target in (*route, *route) if tier is not WeightsTier.FILE else ():
+        _switch(session, target, Proof.POSITIONS, None)
+    last = session.last_switch
+    if last is not None and last.weights is not tier:
+        raise LeftOut(f"weights came from {last.weights}: {last.weights_reason}")
 
 
 def _there_and_back(session: Session, move: Callable[[Placement], Times], route: Sequence[Placement]) -> Times:
@@ -320,12 +418,15 @@ def _show(summary: dict[str, Any]) -> None:
         low, high = run["interval"]
         medians = run["median_ms"]
         print(
-            f"{run['model']:10} {run['route']:12} overhead {run['overhead_ratio']:.3f} [{low:.3f}, {high:.3f}]"
+            f"{run['model']:10} {run['route']:21} overhead {run['overhead_ratio']:.3f} [{low:.3f}, {high:.3f}]"
             f"  cpu {run['cpu_ratio']['median']:.3f}  bytes x{run['bytes_ratio']:.3f}"
             f"  ({medians['bare']:.1f} / {medians['positions']:.1f} / {medians['bytes']:.1f} ms)"
+            + (f"  {run['times_faster']:.1f} times as fast as file" if "times_faster" in run else "")
         )
         for whose in ("stages_ms", "bare_stages_ms"):
             print("           " + "  ".join(f"{name} {ms:.2f}" for name, ms in run[whose].items()))
+    for one in summary["left_out"]:
+        print(f"{one['model']:10} {one['route']:21} left out: {one['why']}")
 
 
 if __name__ == "__main__":
