@@ -69,10 +69,10 @@ def _groups(root: Path) -> Iterator[tuple[str, Path]]:
             paths["cgroup"] = PurePosixPath(path)
     for line in _lines(root / "proc/self/mountinfo"):
         before, _, after = line.partition(" - ")
-        shown, point = (PurePosixPath(_plain(one)) for one in before.split()[3:5])
         kind, _, options = after.split(" ", 2)
         if kind not in paths or (kind == "cgroup" and "memory" not in options.split(",")):
             continue
+        shown, point = (PurePosixPath(_plain(one)) for one in before.split()[3:5])
         top = root / point.relative_to("/")
         below = _below(paths[kind], shown)
         for part in () if below is None else (below, *below.parents):
@@ -114,7 +114,8 @@ def _number(path: Path) -> int | None:
 def _lines(path: Path) -> list[str]:
     """Read a file; no lines where it cannot be read: a group may end at any time."""
     try:
-        return path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        with path.open("rb", buffering=0) as file:  # a switch reads a dozen of them, twice
+            return file.read().decode(errors="surrogateescape").splitlines()
     except OSError:
         return []
 

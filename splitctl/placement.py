@@ -13,6 +13,7 @@ import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from splitctl.errors import ConfigInvalid
@@ -302,9 +303,14 @@ _RANGES: Mapping[str, tuple[int, int]] = {
 }
 
 
+@cache
+def _fields() -> dict[str, dataclasses.Field[Any]]:
+    return {field.name: field for field in dataclasses.fields(Placement)}
+
+
 def _field_of(name: str) -> dataclasses.Field[Any]:
     """Refuse a name that no field of a placement has."""
-    known = {field.name: field for field in dataclasses.fields(Placement)}
+    known = _fields()
     if name not in known:
         raise PlacementInvalid("placement", name, "one of the fields " + " ".join(sorted(known)))
     return known[name]

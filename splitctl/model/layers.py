@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from splitctl.model import architectures
+from splitctl.model.remembered import remembered
 
 if TYPE_CHECKING:
     from splitctl.model.facts import ModelFacts
@@ -133,6 +134,7 @@ class Layers:
     n_window: int
 
 
+@remembered
 def layers_of(facts: ModelFacts) -> Layers:
     """Describe the layers of a model, as the library counts them.
 

@@ -28,15 +28,39 @@ from splitctl.planning.reservation import Reservation
 #: Paddings of unknown backends are guessed: a shortage no larger than this is not certain [share].
 _DOUBT = 0.01
 _MIB = 1024 * 1024
+_MOST_PLANS = 8
+
+
+class Plans:
+    """Plans of one model on its devices, each made once; the last few are kept.
+
+    What is free makes no difference to them: it decides the shares of layers only where the library chooses those, and
+    there all devices are one pool.
+    """
+
+    def __init__(self, facts: ModelFacts, devices: Sequence[DeviceFacts]) -> None:
+        """Make none yet."""
+        self._facts = facts
+        self._devices = tuple(dataclasses.replace(one, free=None) for one in devices)
+        self._made: dict[Placement, ModePlan] = {}
+
+    def __call__(self, placement: Placement) -> ModePlan:
+        """Give the plan of a placement."""
+        found = self._made.get(placement)
+        if found is None:
+            if len(self._made) >= _MOST_PLANS:
+                del self._made[next(iter(self._made))]
+            found = self._made[placement] = plan_mode(self._facts, placement, self._devices)
+        return found
 
 
 def definite_shortage(
-    facts: ModelFacts, current: Placement | None, target: Placement, devices: Sequence[DeviceFacts]
+    plans: Plans, current: Placement | None, target: Placement, devices: Sequence[DeviceFacts]
 ) -> tuple[Need, ...]:
     """Find the devices that cannot hold the target, whatever its compute buffers take.
 
     Args:
-        facts: the model.
+        plans: of the model on these devices.
         current: where the session is; None for one that is opening.
         target: where it shall go.
         devices: with the memory that is free on each now, read once, before anything is freed.
@@ -46,8 +70,8 @@ def definite_shortage(
         shares one need stands for all devices ("CUDA0 + CUDA1"). The host is left out: its pages of a mapped file can
         be dropped, and the carry is judged by the rules.
     """
-    rich = _with_given_back(facts, current, devices)
-    plan = _certain(plan_mode(facts, target, devices))
+    rich = _with_given_back(plans, current, devices)
+    plan = _certain(plans(target))
     needs = [need for need in needs_of_mode(plan, rich) if need.pool != HOST_POOL]
     if _is_chosen_by_library(target, devices) and len(needs) > 1:
         known = [need.free for need in needs if need.free is not None]
@@ -57,7 +81,7 @@ def definite_shortage(
 
 
 def shortage(
-    facts: ModelFacts, current: Placement | None, target: Placement, devices: Sequence[DeviceFacts]
+    plans: Plans, current: Placement | None, target: Placement, devices: Sequence[DeviceFacts]
 ) -> tuple[Reason, ...]:
     """Say why a target surely does not fit, a reason a device; see `definite_shortage`."""
     return tuple(
@@ -67,7 +91,7 @@ def shortage(
             f"{target.mode.value} mode and has {(need.free or 0) / _MIB:,.0f} MiB, with what the session gives back; "
             "take a smaller context (-c), another tensor split (-ts) or more devices, or try it with --force",
         )
-        for need in definite_shortage(facts, current, target, devices)
+        for need in definite_shortage(plans, current, target, devices)
     )
 
 
@@ -131,12 +155,12 @@ def fits_beside(
 
 
 def _with_given_back(
-    facts: ModelFacts, current: Placement | None, devices: Sequence[DeviceFacts]
+    plans: Plans, current: Placement | None, devices: Sequence[DeviceFacts]
 ) -> tuple[DeviceFacts, ...]:
     """Count as free on each device what the session has there, and never more than the device has in all."""
     if current is None:
         return tuple(devices)
-    shares = plan_mode(facts, current, devices).shares
+    shares = plans(current).shares
     held: dict[str, int] = {}
     for share in shares:
         held[share.device] = held.get(share.device, 0) + share.total

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from splitctl.host_memory import host_memory
 from splitctl.planning.backends import unit_of
-from splitctl.planning.fit_check import Beside, fits_beside, shortage
+from splitctl.planning.fit_check import Beside, Plans, fits_beside, shortage
 from splitctl.planning.fitting import HOST_POOL
 from splitctl.planning.memory import DeviceFacts
 
@@ -43,14 +43,15 @@ class FreeMemoryCheck:
         self._facts = facts
         # Read once: every call of the library waits for the decode of the moment.
         self._named = device_facts(library.devices(memory=False), library.env)
+        self._full = tuple(dataclasses.replace(one, free=0 if one.kind == "gpu" else None) for one in self._named)
+        self._plans = Plans(facts, self._named)
 
     def __call__(self, current: Placement, target: Placement) -> tuple[tuple[Reason, ...], bool]:
         """Return why a target surely does not fit, none where it may, and whether the devices were asked for it."""
         # The question is slow on some builds. Where the target fits with nothing free, no answer could refuse it.
-        full = tuple(dataclasses.replace(one, free=0 if one.kind == "gpu" else None) for one in self._named)
-        if not shortage(self._facts, current, target, full):
+        if not shortage(self._plans, current, target, self._full):
             return (), False
-        return shortage(self._facts, current, target, device_facts(self._library.devices(), self._library.env)), True
+        return shortage(self._plans, current, target, device_facts(self._library.devices(), self._library.env)), True
 
     def beside(self, current: Placement, target: Placement, *, same_process: bool, host_bytes: int = 0) -> Beside:
         """Tell whether a target fits now while the current placement stays; asks the devices for their free memory.

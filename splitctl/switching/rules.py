@@ -379,8 +379,8 @@ def room(
     if last >= target.n_seq_max:
         text = f"sequence {last} is in use and the context has room for {target.n_seq_max}; raise -np to {last + 1}"
         yield Diagnostic("too-few-sequences", text)
-    n_encoded, most = held.n_encoder_tokens, shape_of(facts, target).n_ubatch
-    if n_encoded > most:
+    n_encoded = held.n_encoder_tokens
+    if n_encoded and n_encoded > (most := shape_of(facts, target).n_ubatch):
         text = (
             f"the encoder has read {n_encoded} tokens and is to read them again as a whole, and the micro-batch "
             f"holds {most}; ask for -ub {n_encoded} or more"

@@ -8,6 +8,7 @@ from dataclasses import replace
 import statecodec
 from splitctl.model.facts import ModelFacts
 from splitctl.model.layers import layers_of
+from splitctl.model.remembered import remembered
 from splitctl.placement import FlashAttn, Placement
 from splitctl.planning.cells import cache_tensors
 from splitctl.switching.tables import OPAQUE_STATES, SEEN_MEMORIES
@@ -23,6 +24,7 @@ _WITH_IDLE_CACHE = "t5encoder"
 _WITH_TWO_INDEXES = "qwen4exp"
 
 
+@remembered
 def state_facts(facts: ModelFacts) -> tuple[statecodec.ModelFacts, ...]:
     """Say what a model's header promises of every state.
 

@@ -16,12 +16,14 @@ from splitctl.carry.sampling import SamplerSpec
 from splitctl.errors import Refused
 from splitctl.ipc.jobs import RunRequest
 from splitctl.ipc.reserving import Reserved
+from splitctl.model.facts import ModelFacts
 from splitctl.model.header import TensorInfo
 from splitctl.placement import FlashAttn, Placement, SplitMode
+from splitctl.planning import fit_check
 from splitctl.planning.backends import CUDA
-from splitctl.planning.fit_check import definite_shortage, fits_beside, shortage
+from splitctl.planning.fit_check import Plans, definite_shortage, fits_beside, shortage
 from splitctl.planning.fitting import Need
-from splitctl.planning.memory import DeviceFacts, plan_mode
+from splitctl.planning.memory import DeviceFacts, ModePlan, plan_mode
 from splitctl.probing.free_memory import FreeMemoryCheck, device_facts
 from splitctl.worker.opening import reading_placement, with_largest_chunk
 from tests.ctl import scenes
@@ -44,6 +46,9 @@ def _machine(*free: int | None) -> tuple[DeviceFacts, ...]:
     return (*cards, DeviceFacts("host", "cpu", 0))
 
 
+PLANS = Plans(FACTS, _machine(None, None))
+
+
 @pytest.mark.parametrize(
     ("current", "free", "pools"),
     [
@@ -58,20 +63,20 @@ def test_what_a_session_gives_back_counts_as_free(
     current: Placement | None, free: tuple[int | None, ...], pools: list[str]
 ) -> None:
     """300 and 100 MiB by layers, 200 and 200 by slices; memory of one device is of no use to the other."""
-    assert [need.pool for need in definite_shortage(FACTS, current, TENSOR, _machine(*free))] == pools
+    assert [need.pool for need in definite_shortage(PLANS, current, TENSOR, _machine(*free))] == pools
 
 
 def test_compute_buffers_do_not_count() -> None:
     """By a formula they could refuse what fits; the session finds out by placing, and falls back."""
     large = dataclasses.replace(TENSOR, n_ctx=256, n_ubatch=4096, n_batch=4096)
-    assert definite_shortage(FACTS, None, large, _machine(201, 201)) == ()
+    assert definite_shortage(PLANS, None, large, _machine(201, 201)) == ()
 
 
 def test_shares_that_the_library_chooses_are_one_pool() -> None:
     """By free memory it puts more layers where there is more: only the sum can be lacking."""
     chosen = dataclasses.replace(LAYER, tensor_split=None)
-    assert definite_shortage(FACTS, None, chosen, _machine(50, 400)) == ()
-    (need,) = definite_shortage(FACTS, None, chosen, _machine(50, 300))
+    assert definite_shortage(PLANS, None, chosen, _machine(50, 400)) == ()
+    (need,) = definite_shortage(PLANS, None, chosen, _machine(50, 300))
     assert (need.pool, need.free) == ("CUDA0 + CUDA1", 350 * _MIB)
     assert need.wanted >= 400 * _MIB
 
@@ -80,17 +85,53 @@ def test_a_device_has_no_more_than_its_total() -> None:
     """What is given back is an estimate that is too high; the device's size ends it."""
     small = dataclasses.replace(_machine(0, 0)[1], total=150 * _MIB)
     machine = (_machine(0)[0], small, DeviceFacts("host", "cpu", 0))
-    assert [need.pool for need in definite_shortage(FACTS, LAYER, TENSOR, machine)] == ["CUDA1"]
+    assert [need.pool for need in definite_shortage(PLANS, LAYER, TENSOR, machine)] == ["CUDA1"]
 
 
 def test_a_reason_has_both_numbers_and_the_way_out() -> None:
     """The text names the device, what it would hold, what it has, and what to do."""
-    (reason,) = shortage(FACTS, None, TENSOR, _machine(150, 1000))
+    (reason,) = shortage(PLANS, None, TENSOR, _machine(150, 1000))
     assert reason.code == "does-not-fit"
     assert reason.text.startswith(
         "CUDA0 would hold at least 200 MiB of weights and cache in tensor mode and has 150 MiB"
     )
     assert "--force" in reason.text
+
+
+@pytest.mark.parametrize("free", [(0, 0), (50, 350), (390, 10), (1000, 1000), (None, 100)])
+@pytest.mark.parametrize(
+    "target",
+    [TENSOR, LAYER, dataclasses.replace(LAYER, tensor_split=None), dataclasses.replace(LAYER, n_gpu_layers=2)],
+    ids=["tensor", "layer", "chosen", "partly"],
+)
+@pytest.mark.parametrize("current", [None, LAYER, dataclasses.replace(LAYER, tensor_split=None)])
+def test_plans_that_are_kept_lack_what_fresh_ones_lack(
+    current: Placement | None, target: Placement, free: tuple[int | None, ...]
+) -> None:
+    """What is free is no part of a plan: a plan made with the memory of the moment comes to the same."""
+    machine = _machine(*free)
+    fresh = mock.Mock(side_effect=lambda placement: plan_mode(FACTS, placement, machine))
+    assert definite_shortage(PLANS, current, target, machine) == definite_shortage(fresh, current, target, machine)
+
+
+def test_a_plan_is_made_once_for_a_placement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There and back asks for two plans, however often; another context is another placement, and few are kept."""
+    asked: list[Placement] = []
+
+    def planned(facts: ModelFacts, placement: Placement, devices: Sequence[DeviceFacts]) -> ModePlan:
+        asked.append(placement)
+        return plan_mode(facts, placement, devices)
+
+    monkeypatch.setattr(fit_check, "plan_mode", planned)
+    plans = Plans(FACTS, _machine(1, 1))
+    for _ in range(3):
+        definite_shortage(plans, LAYER, TENSOR, _machine(0, 0))
+        definite_shortage(plans, TENSOR, LAYER, _machine(500, 500))
+    assert asked == [LAYER, TENSOR]
+    others = [dataclasses.replace(LAYER, n_ctx=256 * n) for n in range(2, 10)]
+    for one in (*others, LAYER):
+        plans(one)
+    assert asked == [LAYER, TENSOR, *others, LAYER]
 
 
 def _beside(free: dict[str, int | None], *, same_process: bool = False, unit: str = "", host_bytes: int = 0) -> Any:
