@@ -253,7 +253,10 @@ def load_user_model(
                 lib.llama_model_free(pointer)
     if not done:
         raise LoadCancelled(name)
-    return Model(library, pointer, params, keep, name)
+    model = Model(library, pointer, params, keep, name)
+    # The library counts what a file holds, and there was none; a tied output has the embedding's data.
+    model.size_bytes = sum(n_bytes for _, n_bytes in set(weights.places.values()))
+    return model
 
 
 def _uploads(

@@ -174,6 +174,7 @@ def test_a_model_made_from_the_copy_goes_on_like_one_of_the_file(
         assert _switched(loaded, loaded.placement.changed(mode=mode)) is WeightsTier.FILE
         assert _ids(copied, 4, SEEDED) == _ids(loaded, 4, SEEDED)
         assert np.array_equal(copied.logits(), loaded.logits())
+        assert copied.model.size_bytes == loaded.model.size_bytes
     assert _state(copied, tmp_path / "copied") == _state(loaded, tmp_path / "loaded")
 
 
