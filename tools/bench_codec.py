@@ -4,7 +4,8 @@
 
 inspect        parse and full structural validation of a context blob (30 layers, 8192 cells, f16, one GiB) in a file,
                through mmap: median time, and how much the process's resident memory grew (pages of the file included)
-seal           xxh3-128 over the same bytes in memory, against memcpy of them
+seal           the checksum of a carry over the same bytes in memory, by threads, against memcpy of them
+seal_plain     the same by one thread: xxh3-128, as a file has it
 v_transposed   V plain to transposed (flash attention on to off), and back; ratios are to a numpy copy of the same
 v_plain        layers into fresh memory, as a change writes them; GB/s is source bytes a second
 q8_0_to_f16    K and V, not rotated; ratios are to a copy of the f16 layers, the larger side of the change.
@@ -36,6 +37,7 @@ import numpy as np
 import psutil
 import xxhash
 
+from splitctl.carry.digest import digest
 from statecodec import AttentionSection, Rotation, StateImage, TensorType, emit, parse, transcode, validate
 
 _GIB = 1 << 30
@@ -122,11 +124,11 @@ def race(work: Callable[[], object], copy: Callable[[], object], rounds: int) ->
     }
 
 
-def seal(path: Path, rounds: int) -> dict[str, Any]:
-    """The checksum of a carry over the state in memory, against a copy of it."""
+def seal(path: Path, rounds: int, checksum: Callable[[memoryview], bytes]) -> dict[str, Any]:
+    """A checksum over the state in memory, against a copy of it."""
     data = np.fromfile(path, dtype=np.uint8)
     target = np.ones_like(data)
-    took = race(lambda: xxhash.xxh3_128_digest(data.data), lambda: np.copyto(target, data), rounds)
+    took = race(lambda: checksum(data.data), lambda: np.copyto(target, data), rounds)
     return {
         "n_bytes": data.size,
         "ms": round(took["s"] * 1e3, 3),
@@ -197,7 +199,11 @@ def measure(rounds: int, n_mib: int, folder: str | None) -> dict[str, Any]:
         path = Path(temporary, "state")
         if write_state(path, _CELLS) < _GIB:
             raise SystemExit("the state is smaller than one GiB")
-        found: dict[str, Any] = {"inspect": inspect(path, max(rounds, 9)), "seal": seal(path, rounds)}
+        found: dict[str, Any] = {
+            "inspect": inspect(path, max(rounds, 9)),
+            "seal": seal(path, rounds, digest),
+            "seal_plain": seal(path, rounds, xxhash.xxh3_128_digest),
+        }
     return found | changes(n_mib, rounds)
 
 
