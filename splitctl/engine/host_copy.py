@@ -4,6 +4,8 @@ It lies in a memory file (memfd), which another process may hold, so that it out
 there is a GGUF file of its own (all parts of a split model joined), with a page behind it that tells which files it is
 of and whether it is complete: the library can also load it as a file, where the model's own is gone.
 
+Who has it mapped holds a lock on the memory file: shared where it is complete, and alone while it is filled.
+
 Laws:
     1. A copy is used only when it is complete and of the files that the session was opened from.
     2. It is filled beside the work, and pinned when nothing is placed.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import mmap
 import os
@@ -36,6 +39,8 @@ _PAGE = mmap.PAGESIZE
 _PIECE = 16 << 20
 _MIB = 1 << 20
 _FORMAT = 1
+_SHARE = struct.Struct("<QQ")
+"""At the end of the page: bytes that are filled, and all."""
 _U16 = 2
 _OUTPUT, _EMBEDDING = "output.weight", "token_embd.weight"
 
@@ -56,8 +61,13 @@ class _Fill:
     n_done: int = 0
     why: str = ""
     is_pinning: bool = False
+    lock: int = -1
     pin: Any = None
     pin_reason: str = ""
+
+    def __del__(self) -> None:
+        if self.lock >= 0:
+            os.close(self.lock)
 
 
 class HostCopy:
@@ -78,6 +88,7 @@ class HostCopy:
         self._n_bytes = 0
         self._why = "the copy of the weights is not begun"
         self._places: dict[str, tuple[int, int]] = {}
+        self._waits_for: tuple[FileIdentity, ...] = ()
         self._image: int | None = None
 
     @classmethod
@@ -172,15 +183,39 @@ class HostCopy:
             files: of the model, every part.
             n_threads: threads that read; 0: one a core, 8 at most.
         """
+        self._waits_for = ()
         try:
-            if self.is_of(files):
+            is_there = self.is_of(files)
+            lock = self._locked(fcntl.LOCK_SH if is_there else fcntl.LOCK_EX)
+            if lock is None:
+                self._waits_for = tuple(files)
+                self._why = "another process fills the copy of the weights"
+            elif is_there or self.is_of(files):
+                fcntl.flock(lock, fcntl.LOCK_SH)
                 self._fill = self._lay_out(read_header(Path(self.path)))
+                self._fill.lock = lock
                 self._fill.n_done = self._fill.n_all
                 self._fill.filled.set()
             else:
-                self._begin(files, n_threads or min(8, os.cpu_count() or 1))
+                self._begin(files, n_threads or min(8, os.cpu_count() or 1), lock)
         except (OSError, BadModelFile, FileChanged, _Unfit) as error:
             self._why = f"there is no copy of the weights: {error}"
+
+    def look_again(self) -> None:
+        """Take the copy over, where another process was still filling it and has done so by now."""
+        if self._waits_for and self._fill is None and self.is_of(self._waits_for):
+            self.start(self._waits_for)
+
+    def _locked(self, how: int) -> int | None:
+        """Lock the memory file for this process; None where another one has it."""
+        # An open file of its own: what a parent and its children share has one lock for all of them.
+        lock = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            return None
+        return lock
 
     def pin(self, pin: Callable[[mmap.mmap], Any]) -> None:
         """Pin it in a thread when it is filled; ``pin`` gives what holds the memory, or why it cannot be held."""
@@ -215,7 +250,20 @@ class HostCopy:
         for fd in (*getattr(self, "_own", ()), *filter(None, (getattr(self, "_image", None),))):
             os.close(fd)
 
-    def _begin(self, files: Sequence[FileIdentity], n_threads: int) -> None:
+    def _begin(self, files: Sequence[FileIdentity], n_threads: int, lock: int) -> None:
+        try:
+            fill, pieces, page = self._plan(files)
+        except BaseException:
+            os.close(lock)
+            raise
+        fill.lock = lock
+        self._fill = fill
+        weakref.finalize(self, fill.stop.set).atexit = False
+        work = (fill, tuple(files), pieces, n_threads, page)
+        threading.Thread(target=_filling, args=work, name="splitctl-weights", daemon=True).start()
+
+    def _plan(self, files: Sequence[FileIdentity]) -> tuple[_Fill, list[tuple[Path, int, int, int]], bytes]:
+        """Make room, and say what is read from where to where, and what the last page says then."""
         headers = [read_header(one.path) for one in files]
         if [one.digest for one in headers] != [one.header_xxh3_128 for one in files]:
             raise FileChanged(files[0].path, "another model is in its place")
@@ -240,8 +288,6 @@ class HostCopy:
             ]
             at += n_data
         fill.n_all = sum(piece[3] for piece in pieces) or 1
-        self._fill = fill
-        weakref.finalize(self, fill.stop.set).atexit = False
         told = {
             "format": _FORMAT,
             "complete": True,
@@ -249,8 +295,7 @@ class HostCopy:
             "header_bytes": headers[0].header_bytes,
             "part_tensors": [len(one.tensors) for one in headers],
         }
-        work = (fill, tuple(files), pieces, n_threads, json.dumps(told).encode())
-        threading.Thread(target=_filling, args=work, name="splitctl-weights", daemon=True).start()
+        return fill, pieces, json.dumps(told).encode()
 
     def _lay_out(self, header: GgufHeader, prot: int = mmap.PROT_READ | mmap.PROT_WRITE) -> _Fill:
         """Map the memory file, and note where the tensors of the joined GGUF are."""
@@ -283,10 +328,22 @@ def _read_told(fd: int) -> dict[str, Any] | None:
     """Read the page that tells of a copy; None where there is none."""
     size = os.fstat(fd).st_size
     try:
-        told = json.loads(os.pread(fd, _PAGE, size - _PAGE).rstrip(b"\0")) if size >= 2 * _PAGE else None
+        page = os.pread(fd, _PAGE - _SHARE.size, size - _PAGE).rstrip(b"\0")
+        told = json.loads(page) if size >= 2 * _PAGE else None
     except (OSError, ValueError):
         return None
     return told if isinstance(told, dict) and told.get("format") == _FORMAT else None
+
+
+def share_of(fd: int) -> float | None:
+    """Tell how much of a copy is filled, 0 to 1, and 1 only where it is complete; None where there is none."""
+    size = os.fstat(fd).st_size
+    if size < 2 * _PAGE:
+        return None
+    if (_read_told(fd) or {}).get("complete") is True:
+        return 1.0
+    n_done, n_all = _SHARE.unpack(os.pread(fd, _SHARE.size, size - _SHARE.size))
+    return min(n_done / n_all, 0.99) if n_all else None
 
 
 def _pinning(fill: _Fill, pin: Callable[[mmap.mmap], Any]) -> None:
@@ -323,6 +380,7 @@ def _filling(
             return
         at = len(fill.block) - _PAGE
         fill.block[at : at + len(page)] = page
+        fcntl.flock(fill.lock, fcntl.LOCK_SH)
     except (OSError, FileChanged) as error:
         fill.why = f"there is no copy of the weights: {error}"
     finally:
@@ -344,6 +402,7 @@ def _read_all(fill: _Fill, pieces: Sequence[tuple[Path, int, int, int]], n_threa
                 done += n
         with lock:
             fill.n_done += done
+            _SHARE.pack_into(fill.block, len(fill.block) - _SHARE.size, fill.n_done, fill.n_all)
 
     try:
         with ThreadPoolExecutor(n_threads) as threads:
@@ -360,6 +419,9 @@ def _let_go(fill: _Fill) -> None:
         pin.release()
     with contextlib.suppress(BufferError):  # somebody still looks at it: it goes with the last view
         fill.block.close()
+    lock, fill.lock = fill.lock, -1
+    if lock >= 0:
+        os.close(lock)
 
 
 # ---- the bytes of a GGUF ----

@@ -27,12 +27,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from splitctl.carry.seal import Seal
+from splitctl.engine.host_copy import share_of
 from splitctl.host.config import HostConfig
 from splitctl.host.ledger import ReportWrong
 from splitctl.host.link import End, WorkerLink
 from splitctl.host.recovery import Attempt, Loss, Recovery
 from splitctl.ipc.jobs import HostRequest
 from splitctl.ipc.orders import Open, Opened, Order, Report, Unsealed
+from splitctl.outcome import WeightsTier
 
 _ARENAS = 2
 
@@ -102,6 +104,7 @@ class WorkerManager:
         self._ending: set[WorkerLink] = set()
         self._leads: Standby | None = None
         self._arenas: tuple[int, ...] = ()
+        self._weights: int | None = None
         self._blame = ""
         self._opening: asyncio.Future[Opened | End] | None = None
         self._last_end = End("the worker was never started")
@@ -140,6 +143,8 @@ class WorkerManager:
         """
         if not self._arenas:
             self._arenas = tuple(os.memfd_create(f"splitctl-arena-{n}", os.MFD_CLOEXEC) for n in range(_ARENAS))
+        if self._weights is None and self._config.weights in {WeightsTier.PINNED, WeightsTier.AUTO}:
+            self._weights = os.memfd_create("splitctl-weights", os.MFD_CLOEXEC)
         self._blame = ""
         opening: asyncio.Future[Opened | End] = asyncio.get_running_loop().create_future()
         self._opening = opening
@@ -158,17 +163,27 @@ class WorkerManager:
         mine: list[WorkerLink] = []
         try:
             link = WorkerLink(
-                HostRequest(self._config.model, self._config.library, self._config.rpc, self._arenas),
+                HostRequest(self._config.model, self._config.library, self._config.rpc, self._arenas, self._weights),
                 on_report=lambda report: self._take_report(mine[0], report),
                 on_end=lambda end: self._take_end(mine[0], end),
                 env=self._env,
                 deadline_s=self._config.deadline_s,
-                pass_fds=self._arenas,
+                pass_fds=self._shared,
             )
         except OSError as error:
             return End(f"the worker could not be started: {error.strerror or error}")
         mine.append(link)
         return link
+
+    @property
+    def copy_share(self) -> float | None:
+        """How much of the copy of the weights is filled, 0 to 1; None where there is none."""
+        return None if self._weights is None else share_of(self._weights)
+
+    @property
+    def _shared(self) -> tuple[int, ...]:
+        """The memory that outlives a worker."""
+        return self._arenas if self._weights is None else (*self._arenas, self._weights)
 
     # ---- a second worker ----
 
@@ -287,9 +302,9 @@ class WorkerManager:
         """End all workers and give the arenas back."""
         await self.alone()
         await self.end(grace_s)
-        for fd in self._arenas:
+        for fd in self._shared:
             os.close(fd)
-        self._arenas = ()
+        self._arenas, self._weights = (), None
 
     # ---- what the link calls ----
 

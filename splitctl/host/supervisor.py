@@ -277,7 +277,7 @@ class Supervisor:
             "standby_pid": self._manager.standby_pid,
             "model": dict(self._model),
             "placement": switches.effective.to_json(),
-            "weights": {"tier": self._config.weights.value, "copy": None},
+            "weights": self._weights(),
             "requested": asked,
             "effective": mode if self._state is HostState.SERVING else None,
             "sequences": ledger.status(),
@@ -354,6 +354,12 @@ class Supervisor:
         one = self._config
         files, weights = self._opened_from, one.weights
         return orders.Open(placement, one.adapters, force=True, files=files, weights=weights, **held)
+
+    def _weights(self) -> dict[str, Any]:
+        """Say where switches take the weights from, how far the copy is, and where the worker's came from."""
+        share = self._manager.copy_share
+        copy = None if share is None else "complete" if share == 1.0 else f"{100 * share:.0f} %"
+        return {"tier": self._config.weights.value, "copy": copy, "from": self._model.get("weights_from")}
 
     def _take_opened(self, opened: orders.Opened) -> None:
         self._model, self._opened_from = opened.model, opened.files

@@ -207,12 +207,14 @@ class HostRequest:
 
     Attributes:
         arena_fds: descriptors of the shared memory that carries are sealed in, one an arena.
+        weights_fd: descriptor of the shared memory for a copy of the weights; None where none is wanted.
     """
 
     model: Path
     library: Path | None
     rpc: tuple[str, ...]
     arena_fds: tuple[int, ...]
+    weights_fd: int | None = None
 
 
 JobRequest = DevicesRequest | DoctorRequest | RunRequest | ProbeRequest | VerifyRequest | ReserveRequest | HostRequest

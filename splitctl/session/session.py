@@ -172,6 +172,11 @@ class Session:
         return self._switcher.last
 
     @property
+    def weights_from(self) -> WeightsTier:
+        """Where the weights of the placed model came from."""
+        return self._live.engine.came_from
+
+    @property
     def n_decodes(self) -> int:
         """Decodes done since the session opened."""
         return self._live.n_decodes

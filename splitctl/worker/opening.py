@@ -51,7 +51,15 @@ def read_generating(model: Path) -> ModelFacts:
         BadModelFile: the file is missing, no GGUF, truncated or hostile.
         ConfigInvalid: the model has no next token.
     """
-    facts = read_facts(model)
+    return generating(read_facts(model))
+
+
+def generating(facts: ModelFacts) -> ModelFacts:
+    """Refuse a model that is not to generate.
+
+    Raises:
+        ConfigInvalid: the model has no next token.
+    """
     if facts.is_encoder_only or facts.is_diffusion:
         kind = "an encoder" if facts.is_encoder_only else "a diffusion model"
         raise ConfigInvalid("model", f"{facts.name} ({kind})", "a model that generates one token after another")

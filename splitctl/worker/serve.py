@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from llama_native import Library, link_gb_s
 from splitctl.carry.arena import Arena, Arenas
+from splitctl.engine.host_copy import HostCopy
 from splitctl.errors import Busy, ConfigInvalid, Parked, Refused, SplitctlError
 from splitctl.ipc import orders
 from splitctl.ipc.jobs import Failure, Fault, HostRequest, JobEvent, Progress, Result
@@ -24,14 +25,14 @@ from splitctl.ipc.wire import MessageInvalid
 from splitctl.outcome import Route, Stage, SwitchOutcome, SwitchStatus, to_plain
 from splitctl.placement import SplitMode
 from splitctl.session import Session
-from splitctl.session.opening import trials_of
+from splitctl.session.opening import standing_facts, trials_of
 from splitctl.switching.checking import Checked
 from splitctl.worker import hosted, prompts
 from splitctl.worker.batching import Batcher
 from splitctl.worker.failures import failure_of, logged_failure_of
 from splitctl.worker.inbox import CancelGate, CheckDone, Inbox
 from splitctl.worker.inspection import device_body
-from splitctl.worker.opening import Steps, read_generating, try_on_servers
+from splitctl.worker.opening import Steps, generating, try_on_servers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -100,9 +101,8 @@ def _opened(
     inbox: Inbox,
 ) -> Iterator[_Server]:
     """Open the session and bring its sequences back."""
-    for one in order.files:
-        one.confirmed()
-    facts = read_generating(request.model)
+    copy = None if request.weights_fd is None else HostCopy(request.weights_fd)
+    facts = generating(standing_facts(str(request.model), order.files, len(order.adapters), copy))
 
     def is_cancelled() -> bool:
         # Asked all through a trial in a child, which has a deadline of its own: work goes on.
@@ -146,6 +146,7 @@ def _opened(
         on_tick=report.tick,
         files=order.files,
         weights=order.weights,
+        copy=copy,
     ) as session:
         load_ms = (perf_counter() - started) * 1e3
         building_ms = (perf_counter() - placed_at) * 1e3
@@ -193,6 +194,7 @@ def _about(session: Session) -> dict[str, Any]:
         "decoder_start": max(model.decoder_start_token, 0) if model.has_encoder and model.has_decoder else None,
         "n_ctx_train": facts.n_ctx_train,
         "weight_bytes": facts.weight_bytes,
+        "weights_from": session.weights_from.value,
         "has_chat_template": bool(model.chat_template()),
         "build": model.library.build,
         # Asked now, when the weights and the cache lie there, and not between free and place (law 5 of the switch).

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import struct
+import threading
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,35 @@ def test_what_one_process_filled_the_next_one_takes_when_the_file_is_gone(tmp_pa
     second.start(files)
     assert second.wait(), second.why
     assert _held(second, "output_norm.weight") == _body(NORM, 1)
+    second.close()
+    os.close(fd)
+
+
+def test_of_two_processes_one_fills_and_the_other_takes_it_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one is filling nobody else truncates; the second goes without until it is whole."""
+    files, go_on = _model(tmp_path / "m.gguf"), threading.Event()
+    read_all = host_copy._read_all
+
+    def late(*arguments: object) -> None:
+        go_on.wait()
+        read_all(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(host_copy, "_read_all", late)
+    fd = os.memfd_create("copy")
+    first, second = HostCopy(fd), HostCopy(fd)
+    first.start(files)
+    second.start(files)
+    assert second.why == "another process fills the copy of the weights"
+    second.look_again()
+    assert second.why
+    go_on.set()
+    assert first.wait()
+    second.look_again()
+    assert second.why == ""
+    assert _held(second, "output_norm.weight") == _body(NORM, 1)
+    first.close()
     second.close()
     os.close(fd)
 
