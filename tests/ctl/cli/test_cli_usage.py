@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -13,11 +14,15 @@ import pytest
 from click.testing import CliRunner
 
 from splitctl.carry.sampling import RANDOM_SEED, SamplerSpec
+from splitctl.cli import run as cli_run
+from splitctl.cli import serve as cli_serve
+from splitctl.cli import switch as cli_switch
 from splitctl.cli.main import main
 from splitctl.cli.options import changes_options, placement_options, sampler_options, serving_placement_options
 from splitctl.cli.output import ExitCode, Screen, error_body, one_line, print_json, switch_table
 from splitctl.cli.sessions import status_lines
 from splitctl.cli.switch import outcome_line, show_switch
+from splitctl.outcome import Route
 from splitctl.placement import FlashAttn, Placement, SplitMode
 
 _RUN = ["run", "-m", "model.gguf", "-p", "hi", "--device", "CPU,CPU"]
@@ -372,8 +377,7 @@ def test_a_switch_says_why_it_did_not_go_as_asked(capfd: pytest.CaptureFixture[s
 def test_the_line_of_a_switch_names_what_is_unusual() -> None:
     """Weights of another tier than the file, and how long nothing was generated beside; else it is as it was."""
     assert outcome_line(_BESIDE) == (
-        "switched to tensor in 700 ms; weights pinned; paused for 80 ms; "
-        "3 tokens of 1 sequence carried; confirmed"
+        "switched to tensor in 700 ms; weights pinned; paused for 80 ms; 3 tokens of 1 sequence carried; confirmed"
     )
     plain = {**_BESIDE, "weights": "file", "via": "composed"}
     assert outcome_line(plain) == "switched to tensor in 700 ms; 3 tokens of 1 sequence carried; confirmed"
@@ -389,3 +393,42 @@ def test_a_status_names_the_tier_of_its_weights() -> None:
     for copy, words in ((None, ""), ("42 %", ", 42 % copied"), ("complete", ", the copy is complete")):
         told = list(status_lines({**status, "weights": {"tier": "pinned", "copy": copy}}))
         assert f"  weights      pinned{words}" in told
+
+
+class _Taken(Exception):
+    """Ends a command where it would begin its work, with what it would work on."""
+
+
+@pytest.mark.parametrize(("words", "tier"), [([], "file"), (["--weights", "resident"], "resident")])
+@pytest.mark.parametrize("command", ["run", "serve"])
+def test_the_tier_of_the_weights_arrives(
+    command: str, words: list[str], tier: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A run and a host are asked for the tier that is named, else for the file."""
+
+    def taken(what: Any, *_: Any) -> Any:
+        raise _Taken(what.weights.value)
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(cli_run, "ask", taken)
+    monkeypatch.setattr(cli_serve, "_Serving", taken)
+    arguments = {"run": _RUN[1:], "serve": ["-m", "model.gguf"]}[command]
+    with pytest.raises(_Taken, match=tier):
+        {"run": cli_run.run, "serve": cli_serve.serve}[command].main([*arguments, *words], standalone_mode=False)
+
+
+@pytest.mark.parametrize(("words", "route"), [([], Route.AUTO), (["--via", "in-place"], Route.IN_PLACE)])
+@pytest.mark.parametrize("dry", [False, True])
+def test_the_route_of_a_switch_arrives(
+    words: list[str], route: Route, dry: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host is asked to go, or to say whether it would, by the route that is named."""
+
+    def taken(_session: str | None, request: Any, *_: Any, **__: Any) -> Any:
+        raise _Taken(request.options.via.value)
+
+    monkeypatch.setattr(cli_switch, "_switch", taken)
+    monkeypatch.setattr(cli_switch, "ask_host", taken)
+    with pytest.raises(_Taken, match=route.value):
+        cli_switch.switch.main(["--to", "tensor", *words, *(["--dry-run"] if dry else [])], standalone_mode=False)
