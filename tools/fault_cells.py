@@ -1,12 +1,16 @@
 """The table of faults: every stage of a switch x every way to fail x both ways x one and four streams.
 
+A second table is of switches beside: the same at each step of the second worker, and of the first meanwhile.
+
 A cell names what is asked of the library (tests/stublib, control.c has the grammar) and what the right end is. What
 makes no sense is in the table too, with its reason, so that nothing is left out silently.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -53,6 +57,7 @@ BY_SIGNAL = (Kind.KILLED, Kind.STOPPED)
 class End(enum.Enum):
     """How a session ends up, rightly."""
 
+    SWITCHED = "switched all the same"
     SERVING = "serving"
     RECOMPUTED = "serving, tokens read again"
     PARKED = "parked"
@@ -72,6 +77,8 @@ class Cell:
         end: how the session ends up.
         words: what the reason must say; all of them.
         why_not: why the cell makes no sense, "" where it does.
+        is_beside: the switch is made by a second worker.
+        signal: what the first worker gets from outside as the switch reaches its stage; None: nothing.
     """
 
     stage: str
@@ -83,6 +90,21 @@ class Cell:
     end: End = End.SERVING
     words: tuple[str, ...] = ()
     why_not: str = ""
+    is_beside: bool = False
+    signal: signal.Signals | None = None
+
+    @property
+    def failed_at(self) -> str:
+        """The stage that the outcome names."""
+        step = self.stage.rpartition(".")[2]
+        return "trial" if step in {"warm-up", "first-step"} else step
+
+    @property
+    def is_worker_lost(self) -> bool:
+        """Whether the worker that serves is lost, and replaced."""
+        if not self.is_beside:
+            return self.kind in LETHAL
+        return self.stage.startswith("first.") and self.kind in LETHAL and self.end is not End.SWITCHED
 
     @property
     def name(self) -> str:
@@ -223,3 +245,118 @@ def _lasting(stage: str, kind: Kind) -> tuple[str, End, str]:
     if stage == "saving":
         return item, End.RECOMPUTED if kind in LETHAL else End.SERVING, ""
     return item, End.RECOMPUTED if stage == "restoring" else End.PARKED, ""
+
+
+# ---- beside ----
+
+BESIDE_STAGES = (
+    *("second.placing", "second.building", "second.warm-up", "second.restoring", "second.proving", "second.first-step"),
+    *("first.placing", "first.saving", "first.sealing", "first.restoring", "first.swapped"),
+)
+"""Who it strikes, and at which step of the switch: the first worker meets what the second is at, too."""
+
+#: As `_CALLS`: the second worker saves an empty memory before it restores, and makes a first decode ahead.
+_CALLS_BESIDE = {
+    "second.placing": ("load", "T", 1),
+    "second.building": ("init", "T", 1),
+    "second.warm-up": ("decode", "T", 1),
+    "second.restoring": ("set_data", "T", 1),
+    "second.proving": ("get_data", "T", 2),
+    "second.first-step": ("decode", "T", 2),
+    "first.saving": ("get_data", "S", 1),
+}
+_FAILURES_BESIDE = {
+    "second.placing": "load:null",
+    "second.building": "init:null",
+    "second.warm-up": "decode:fail",
+    "second.restoring": "set_data:zero",
+    "second.proving": "get_data:zero",
+    "second.first-step": "decode:fail",
+    "first.saving": "get_data:zero",
+}
+_DAMAGES_BESIDE = {
+    "second.warm-up": "decode:nan:T@1",
+    "second.restoring": "set_data:short:T@1",
+    "second.proving": "set_data:flip:T@1",
+    "second.first-step": "decode:nan:T@2",
+    "first.saving": "get_data:short:S@1",
+    "first.sealing": "get_data:damage:S@1",
+}
+_SIGNALS = {Kind.KILLED: signal.SIGKILL, Kind.STOPPED: signal.SIGSTOP, Kind.ABORTS: signal.SIGABRT}
+_FROM_OUTSIDE = "the worker that does nothing then calls no library"
+
+
+def beside_cells() -> list[Cell]:
+    """Give the table of switches beside; what lasts is left to the one in place, to whose worker it comes back."""
+    return [
+        _beside_cell(stage, kind, start, target, n_streams)
+        for stage in BESIDE_STAGES
+        for kind in ONCE
+        for start, target in WAYS
+        for n_streams in N_STREAMS
+    ]
+
+
+def few_beside_cells() -> list[Cell]:
+    """Give a short table of them: every step and every kind comes, ways and streams in turn."""
+    found = []
+    for index, stage in enumerate(BESIDE_STAGES):
+        here = [cell for cell in beside_cells() if cell.stage == stage and not cell.why_not]
+        kinds = sorted({cell.kind for cell in here}, key=ONCE.index)
+        kind, way, n_streams = kinds[index % len(kinds)], WAYS[index % 2], N_STREAMS[index // 2 % 2]
+        found += [c for c in here if (c.kind, (c.start, c.target), c.n_streams) == (kind, way, n_streams)]
+    return found
+
+
+def real_beside_cells() -> list[Cell]:
+    """Give those that any library can be put through: a worker gets a signal as it tells of a stage."""
+    told = {"second.warm-up": "trial"}
+    cells = []
+    for cell in beside_cells():
+        step = told.get(cell.stage, cell.failed_at)
+        if cell.kind in BY_SIGNAL and cell.stage not in {"second.first-step", "first.swapped"}:
+            items = cell.items and f"at-{step}:{_ACTIONS[cell.kind]}@1"
+            cells.append(dataclasses.replace(cell, items=items))
+    return cells
+
+
+def few_real_beside_cells() -> list[Cell]:
+    """Give three of them: the second worker while it loads and while it restores, the first when it has sealed."""
+    wanted = {
+        ("second.placing", Kind.STOPPED, 4),
+        ("second.restoring", Kind.KILLED, 1),
+        ("first.restoring", Kind.KILLED, 4),
+    }
+    return [
+        cell
+        for cell in real_beside_cells()
+        if (cell.stage, cell.kind, cell.n_streams) in wanted and cell.start == "layer"
+    ]
+
+
+def _beside_cell(stage: str, kind: Kind, start: str, target: str, n_streams: int) -> Cell:
+    def cell(items: str, end: End = End.SERVING, why_not: str = "", by: signal.Signals | None = None) -> Cell:
+        asked = items.replace(":S", f":{start}").replace(":T", f":{target}")
+        words = _SAID.get(kind, ()) if end is not End.SWITCHED and not why_not else ()
+        words = tuple(word for word in words if by is None or word != "GGML_ASSERT")
+        return Cell(stage, kind, start, target, n_streams, asked, end, words, why_not, is_beside=True, signal=by)
+
+    if kind is Kind.FAILS:
+        if stage not in _FAILURES_BESIDE:
+            return cell("", why_not=_NO_RESULT if stage in _CALLS_BESIDE else _NO_CALL)
+        _, mode, turn = _CALLS_BESIDE[stage]
+        return cell(f"{_FAILURES_BESIDE[stage]}:{mode}@{turn}")
+    if kind is Kind.DAMAGED:
+        return cell(_DAMAGES_BESIDE[stage]) if stage in _DAMAGES_BESIDE else cell("", why_not=_NO_BYTES)
+    lost = End.RECOMPUTED if stage in {"first.placing", "first.saving", "first.sealing"} else End.SERVING
+    if stage in _CALLS_BESIDE:
+        call, mode, turn = _CALLS_BESIDE[stage]
+        return cell(f"{call}:{_ACTIONS[kind]}:{mode}@{turn}", lost)
+    if kind is Kind.HANGS:
+        return cell("", why_not=_NO_CALL if stage == "first.sealing" else _FROM_OUTSIDE)
+    if stage == "first.sealing":
+        return cell(f"at-sealing:{_ACTIONS[kind]}@1", lost)
+    if stage == "first.swapped" or (stage == "first.restoring" and kind is Kind.STOPPED):
+        # It has given all that it had, and nobody waits for it.
+        return cell("", End.SWITCHED, by=_SIGNALS[kind])
+    return cell("", lost, by=_SIGNALS[kind])

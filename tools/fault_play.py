@@ -23,12 +23,14 @@ from splitctl.carry.sampling import SamplerSpec
 from splitctl.cli.state_diff import compare
 from splitctl.control.requests import GenerateRequest
 from splitctl.host.config import HostConfig
+from splitctl.host.events import TrialEnded
 from splitctl.host.streams import Why
 from splitctl.host.supervisor import Supervisor
+from splitctl.outcome import Route, SwitchOptions
 from splitctl.placement import FlashAttn, Placement, SplitMode
 from tests.stublib import FaultFile
 from tools.clients import Text, start_streams
-from tools.fault_cells import LETHAL, SILENT, Cell, End
+from tools.fault_cells import SILENT, Cell, End
 
 #: A switch is ordered when every stream has so many tokens.
 N_BEFORE = 4
@@ -51,6 +53,7 @@ class Setup:
         deadline_s: longest silence of a worker that has work, where the fault is a silence [seconds].
         env: added to the workers' environment.
         is_exact: tokens and bytes are the same however they were computed, as the stub's are.
+        beside_pace: what is asked of the stub while a second worker is started.
     """
 
     library: Path
@@ -63,6 +66,7 @@ class Setup:
     deadline_s: float
     env: Mapping[str, str] = field(default_factory=dict)
     is_exact: bool = True
+    beside_pace: str = ""
 
     def unfinished(self, text: Text) -> list[str]:
         """Say why a text is not whole; a real model may end one by itself."""
@@ -158,6 +162,7 @@ class Play:
         self.said: list[str] = []
         self.texts: list[Text] = []
         self.pids: set[int] = set()
+        self.fired: list[str] = []
         self.supervisor = Supervisor(
             setup.config(mode, n_streams, self.folder, is_silent=is_silent),
             env=setup.environment(self.armed, self.folder),
@@ -167,8 +172,7 @@ class Play:
     def status(self) -> dict[str, Any]:
         """Look at the session; what workers it has is remembered."""
         status = self.supervisor.status()
-        if status["worker_pid"]:
-            self.pids.add(status["worker_pid"])
+        self.pids.update(pid for pid in (status["worker_pid"], status["standby_pid"]) if pid)
         return status
 
     def request(self, stream: int, drawn: Sequence[int] = ()) -> GenerateRequest:
@@ -213,7 +217,7 @@ async def undisturbed(setup: Setup, n_streams: int, *, is_greedy: bool) -> Refer
             raise RuntimeError(f"a session without a fault goes wrong: {wrong} {play.said[-3:]}")
         carry = await play.save()
         for mode in ("tensor", "layer"):
-            outcome = await play.supervisor.switch({"mode": SplitMode(mode)})
+            outcome = await play.supervisor.switch({"mode": SplitMode(mode)}, SwitchOptions(via=Route.IN_PLACE))
             if outcome["status"] != "switched":
                 raise RuntimeError(f"a switch without a fault came to {outcome}")
         return Reference(tuple(tuple(text.tokens) for text in play.texts), carry)
@@ -252,8 +256,7 @@ async def _play(setup: Setup, cell: Cell, wanted: Reference | None, played: Play
         readers = await play.start()
         await asyncio.gather(*(text.has_some.wait() for text in play.texts))
         restarts = play.status()["worker_restarts"]
-        play.armed.arm(cell.items)
-        outcome = await play.supervisor.switch({"mode": SplitMode(cell.target)})
+        outcome = await (_switch_beside(play, cell) if cell.is_beside else _switch_in_place(play, cell))
         played.need(
             not any(reader.done() for reader in readers) or cell.end is End.PARKED, "no stream was left to see it"
         )
@@ -261,16 +264,16 @@ async def _play(setup: Setup, cell: Cell, wanted: Reference | None, played: Play
         status = play.status()
         outcome = status["last_switch"] or outcome
         played.recomputed = bool(status["recomputed"] or outcome["recomputed"])
-        played.need(play.armed.fired(), f"the fault {cell.items} never struck")
+        played.need(play.fired or play.armed.fired(), f"the fault {cell.items or cell.signal} never struck")
         if cell.kind.is_for_ever:
             play.armed.clear()
         if cell.end is End.PARKED:
             await _bring_back(play, cell, outcome, status, played)
         else:
             _check_serving(cell, outcome, status, played)
-            is_lost = cell.kind in LETHAL
             played.need(
-                (status["worker_restarts"] > restarts) is is_lost, f"{status['worker_restarts']} workers were lost"
+                (status["worker_restarts"] > restarts) is cell.is_worker_lost,
+                f"{status['worker_restarts']} workers were lost",
             )
         _check_texts(setup, play, wanted, played)
         if wanted is not None:
@@ -281,14 +284,50 @@ async def _play(setup: Setup, cell: Cell, wanted: Reference | None, played: Play
     played.need(not [pid for pid in play.pids if psutil.pid_exists(pid)], "a worker outlived its session")
 
 
+async def _switch_in_place(play: Play, cell: Cell) -> dict[str, Any]:
+    play.armed.arm(cell.items)
+    return await play.supervisor.switch({"mode": SplitMode(cell.target)}, SwitchOptions(via=Route.IN_PLACE))
+
+
+async def _switch_beside(play: Play, cell: Cell) -> dict[str, Any]:
+    """Switch beside; decodes are slow until it is over, so that streams are there to see it: a worker has to start."""
+    first = play.status()["worker_pid"]
+    events = play.supervisor.subscribe()
+    play.armed.arm(f"{cell.items} {play.setup.beside_pace}")
+
+    def strike() -> None:
+        if cell.signal is not None and not play.fired:
+            os.kill(first, cell.signal)
+            play.fired.append(f"first:{cell.signal.name}")
+
+    def on_stage(stage: str, _share: float) -> None:
+        play.status()
+        if cell.signal is not None and stage == cell.failed_at:
+            strike()
+
+    target, options = {"mode": SplitMode(cell.target)}, SwitchOptions(via=Route.BESIDE)
+    outcome = await play.supervisor.switch(target, options, on_stage=on_stage)
+    if cell.failed_at == "swapped":
+        strike()
+    if outcome["status"] == "switched":
+        await anext(one async for one in events if isinstance(one, TrialEnded))
+    play.fired += [one for one in play.armed.fired() if not one.startswith("pace:")]
+    play.armed.clear()
+    return outcome
+
+
 def _check_serving(cell: Cell, outcome: Mapping[str, Any], status: Mapping[str, Any], played: Played) -> None:
     played.need(status["state"] == "serving", f"it is {status['state']} and not serving")
-    played.need(outcome["status"] == "fell_back", f"the outcome is {outcome['status']}")
+    is_switched = cell.end is End.SWITCHED
+    played.need(outcome["status"] == ("switched" if is_switched else "fell_back"), f"it came to {outcome['status']}")
     places = (outcome["requested"], outcome["effective"], status["effective"])
-    played.need(places == (cell.target, cell.start, cell.start), f"requested, effective and serving are {places}")
-    played.need(outcome["stage"] == cell.stage, f"the outcome names the stage {outcome['stage']}")
-    missing = [words for words in cell.words if words not in outcome["reason"]]
-    played.need(not missing and outcome["reason"], f"the reason lacks {missing}: {outcome['reason']!r}")
+    there = cell.target if is_switched else cell.start
+    played.need(places == (cell.target, there, there), f"requested, effective and serving are {places}")
+    played.need(outcome["via"] == ("beside" if cell.is_beside else "composed"), f"it went {outcome['via']}")
+    if not is_switched:
+        played.need(outcome["stage"] == cell.failed_at, f"the outcome names the stage {outcome['stage']}")
+        missing = [words for words in cell.words if words not in outcome["reason"]]
+        played.need(not missing and outcome["reason"], f"the reason lacks {missing}: {outcome['reason']!r}")
     is_recomputed = cell.end is End.RECOMPUTED
     played.need(played.recomputed is is_recomputed, f"recomputed is {played.recomputed}: {outcome['reason']!r}")
 

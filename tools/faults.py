@@ -32,7 +32,20 @@ import psutil
 
 from tests.stublib import COMPILER, build, write_model
 from tools import greedy_gaps
-from tools.fault_cells import N_STREAMS, Cell, End, Kind, cells, few_cells, few_real_cells, real_cells
+from tools.fault_cells import (
+    N_STREAMS,
+    Cell,
+    End,
+    Kind,
+    beside_cells,
+    cells,
+    few_beside_cells,
+    few_cells,
+    few_real_beside_cells,
+    few_real_cells,
+    real_beside_cells,
+    real_cells,
+)
 from tools.fault_play import Played, Reference, Setup, play_cell, undisturbed
 from tools.places import small_model, usable_library
 
@@ -41,6 +54,8 @@ STUB_DEADLINE_S = 4.0
 REAL_DEADLINE_S = 8.0
 #: Microseconds that a decode of the stub takes, so that streams last longer than a switch waits for its turn.
 _PACE_US = 4000
+#: The same while a second worker starts, which takes a second or more.
+_SLOW_PACE_US = 60_000
 
 _STUB_PROMPTS = ("the quick brown fox", "jumps", "over the lazy dog again and again", "x")
 _REAL_PROMPTS = ("Once upon a time there was a little girl", "The capital of France is", "In 1969 men", "Water boils")
@@ -74,7 +89,8 @@ def stub_setup(folder: Path) -> Setup:
     prompts = tuple((_BOS, *text.encode()) for text in _STUB_PROMPTS)
     model = write_model(folder / "tiny.gguf")
     env = {"STUB_FAULTS": f"pace:decode={_PACE_US}"}
-    return Setup(build(), model, ("STUB0", "STUB1"), prompts, 100, 1024, folder, STUB_DEADLINE_S, env)
+    slow = f"pace:decode={_SLOW_PACE_US}"
+    return Setup(build(), model, ("STUB0", "STUB1"), prompts, 100, 1024, folder, STUB_DEADLINE_S, env, beside_pace=slow)
 
 
 def real_setup(folder: Path, library: Path, model: Path) -> Setup:
@@ -173,9 +189,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quiet", action="store_true", help="no progress")
     options = parser.parse_args(arguments)
     if options.few:
-        table = few_real_cells() if options.real else few_cells()
+        table = few_real_cells() + few_real_beside_cells() if options.real else few_cells() + few_beside_cells()
     else:
-        table = list(real_cells()) if options.real else cells()
+        table = [*real_cells(), *real_beside_cells()] if options.real else cells() + beside_cells()
     table = [cell for cell in table if all(text in cell.name for text in options.text)]
     if options.kind:
         table = [cell for cell in table if cell.kind.value in options.kind]

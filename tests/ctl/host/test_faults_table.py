@@ -18,7 +18,23 @@ from splitctl.ipc.wire import to_line
 from tests.native.real import NEWEST, library_of
 from tests.stublib import FaultFile, needs_compiler
 from tests.tool import run_tool
-from tools.fault_cells import FOR_EVER, ONCE, STAGES, WAYS, Kind, cells, few_cells, few_real_cells, real_cells
+from tools.fault_cells import (
+    BESIDE_STAGES,
+    BY_SIGNAL,
+    FOR_EVER,
+    ONCE,
+    STAGES,
+    WAYS,
+    Kind,
+    beside_cells,
+    cells,
+    few_beside_cells,
+    few_cells,
+    few_real_beside_cells,
+    few_real_cells,
+    real_beside_cells,
+    real_cells,
+)
 
 
 def _faults(*arguments: str | Path) -> dict[str, Any]:
@@ -64,6 +80,30 @@ def test_the_short_tables_miss_nothing() -> None:
         assert {cell.n_streams for cell in table} == {1, 4}
 
 
+def test_both_workers_of_a_switch_beside_meet_every_fault_at_every_step() -> None:
+    """What is left out has a reason; the second can fail at each of its steps, and either can be killed at any."""
+    table = beside_cells()
+    found = Counter((cell.stage, cell.kind, (cell.start, cell.target), cell.n_streams) for cell in table)
+    assert found == Counter(
+        (stage, kind, way, n) for stage in BESIDE_STAGES for kind in ONCE for way in WAYS for n in (1, 4)
+    )
+    assert all(bool(cell.items or cell.signal) is not bool(cell.why_not) for cell in table)
+    left_out = {(cell.stage, cell.kind) for cell in table if cell.why_not}
+    outside = ("first.placing", "first.restoring", "first.swapped")
+    assert left_out == {
+        *((stage, kind) for stage in outside for kind in (Kind.FAILS, Kind.HANGS, Kind.DAMAGED)),
+        *(("first.sealing", kind) for kind in (Kind.FAILS, Kind.HANGS)),
+        *((stage, Kind.DAMAGED) for stage in ("second.placing", "second.building")),
+    }
+    few = few_beside_cells()
+    assert [cell.stage for cell in few] == list(BESIDE_STAGES)
+    assert {cell.kind for cell in few} == set(ONCE)
+    assert {(cell.start, cell.target) for cell in few} == set(WAYS)
+    assert {cell.n_streams for cell in few} == {1, 4}
+    assert len(few_real_beside_cells()) == 3
+    assert {cell.kind for cell in real_beside_cells()} == set(BY_SIGNAL)
+
+
 def _say(report: orders.Report, env: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
     line = to_line(report, orders.REPORTS)
     program = f"import os; os.write(1, {line!r}); os.write(1, b'and goes on')"
@@ -100,7 +140,7 @@ def test_a_session_survives_the_short_table() -> None:
     result = _faults("--few")
     assert result["failures"] == {}
     assert result["left_over"] == []
-    assert result["passed"] == result["cells"] == len(few_cells())
+    assert result["passed"] == result["cells"] == len(few_cells()) + len(few_beside_cells())
 
 
 @pytest.mark.build
@@ -111,4 +151,4 @@ def test_a_session_on_a_real_library_survives_signals(smollm2: Path) -> None:
     result = _faults("--real", "--few", "--lib", library_of(NEWEST), "--model", smollm2)
     assert result["failures"] == {}
     assert result["left_over"] == []
-    assert result["passed"] == result["cells"] == len(STAGES)
+    assert result["passed"] == result["cells"] == len(STAGES) + len(few_real_beside_cells())
