@@ -90,6 +90,8 @@ class Transfer:
             self._converted, self.conversions = conversion.convert(state, plan, shown)
         except statecodec.NotRepresentable as error:
             raise CannotConvert(str(error)) from error
+        if self.pinned[0]:
+            self.pinned = (False, "it was converted, and what is converted lies in memory that is not pinned")
 
     def seal_as_it_is(self) -> SealedState:
         """Seal what was saved, for another process; returns it. The original of a trial becomes the same.

@@ -117,6 +117,16 @@ def test_a_carry_that_cannot_be_pinned_goes_all_the_same(open_small: Opener, pin
     assert (outcome.carry_pinned, outcome.carry_pinned_reason) == (False, pins.refusal)
 
 
+def test_a_converted_carry_is_not_called_pinned(open_small: Opener, pins: FakePins) -> None:
+    """The copy that the target gets lies elsewhere."""
+    session = open_small(base(flash="on"))
+    session.reserve(64)
+    session.prefill(SMALL_PROMPT)
+    outcome = _switched(session, type_k="f32", type_v="f32")
+    assert (outcome.carry_pinned, "converted" in outcome.carry_pinned_reason) == (False, True)
+    assert pins.held
+
+
 def test_processors_gain_nothing_by_pinned_memory(open_small: Opener) -> None:
     """Then nothing is said of it."""
     session = open_small()
