@@ -188,7 +188,8 @@ class Engine:
             except FileChanged as error:
                 if index >= n_model or self.copy is None or self.copy.why:
                     raise
-                self._stale = self._stale or f"{error}; the copy of the weights in host memory stands in for it"
+                told = f"{one.path}: {error.how}; the copy of the weights in host memory stands in"
+                self._stale = self._stale or told
         self.files = tuple(found)
 
     @property
