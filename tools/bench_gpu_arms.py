@@ -1,8 +1,9 @@
 """What `bench_gpu_switch` compares: each arm moves one model between two placements in its own way, as a child.
 
-A child opens its arm and says so in one JSON line. Then it takes one JSON line a move, {"target": placement,
-"looks": whether to look at the host's memory}, and answers with one: total_ms and stages_ms of the move, first_ms, the
-time until the first token that is decoded after it, and tps, the tokens in a second after that. It ends with its stdin.
+A child opens its arm at the first line of its stdin and says so in one JSON line. Then it takes one JSON line a move,
+{"target": placement, "looks": whether to look at the host's memory}, and answers with one: total_ms and stages_ms of
+the move, first_ms, the time until the first token that is decoded after it, and tps, the tokens in a second after that. It
+ends with its stdin.
 """
 
 from __future__ import annotations
@@ -63,6 +64,9 @@ class ArmFailed(Exception):
 class Arm(Protocol):
     """One way of moving a model."""
 
+    def prepare(self) -> None:
+        """Do what takes time and no device."""
+
     def open(self) -> dict[str, Any]:
         """Load the model in the first placement and read the prompt."""
 
@@ -122,11 +126,14 @@ class SessionArm:
         self._weights = weights
         self._here, self._there = (Placement.from_json(job[name]) for name in ("here", "there"))
 
+    def prepare(self) -> None:
+        """Open the library, which touches no device yet."""
+        self._library = library = Library.open(self._job["library"], env=os.environ)
+        self._clocked = library._lib = Clocked(library._lib)  # noqa: SLF001 - the clock stands between it and its calls
+
     def open(self) -> dict[str, Any]:
         """Load, read, and move there and back until the tier has what it needs."""
-        job = self._job
-        self._library = library = Library.open(job["library"], env=os.environ)
-        self._clocked = library._lib = Clocked(library._lib)  # noqa: SLF001 - the clock stands between it and its calls
+        job, library = self._job, self._library
         began = perf_counter()
         # Nothing is tried in a child: what a trial finds is remembered, and no part of later switches.
         self._session = session = Session.open(
@@ -145,13 +152,17 @@ class SessionArm:
         if job["arm"].startswith("fresh"):
             return told | {"first": self._generated()}
         session.reserve(job["n_tokens"] + job["n_generate"])
-        return told | {"tries": self._made_ready()}
+        return told if self._weights is WeightsTier.FILE else told | self._made_ready()
 
-    def _made_ready(self) -> list[str]:
+    def _made_ready(self) -> dict[str, Any]:
         """Move until the weights come from where they should; says why they did not, a line a try."""
         copy = self._session._live.engine.copy  # noqa: SLF001 - nobody else has to wait for it
-        if copy is not None and not copy.wait(_COPY_S):
-            raise ArmFailed(f"there is no copy of the weights: {copy.why}")
+        told: dict[str, Any] = {}
+        if copy is not None:
+            began = perf_counter()
+            if not copy.wait(_COPY_S):
+                raise ArmFailed(f"there is no copy of the weights: {copy.why}")
+            told = {"copy_wait_s": perf_counter() - began, "copy_pin_reason": copy.pin_reason}
         tries: list[str] = []
         found: dict[str, Any] = {}
         for number in range(_N_TRIES):
@@ -160,10 +171,10 @@ class SessionArm:
                 raise ArmFailed(f"{found['status']}: {found['reason']}")
             tries.append(found["weights_reason"])
             if number % 2 and found["weights"] == self._weights.value and not found["weights_reason"]:
-                return tries
+                return told | {"tries": tries}
         if found["weights"] != self._weights.value:
             raise ArmFailed(f"weights came from {found['weights']}: {found['weights_reason'] or 'no reason was given'}")
-        return tries
+        return told | {"tries": tries}
 
     def move(self, target: Placement) -> dict[str, Any]:
         """Switch; what is neither a call of the library is ours."""
@@ -207,8 +218,6 @@ class BareArm(SessionArm):
         self._job = {**self._job, "arm": "fresh"}
         told = super().open()
         self._bare = Bare(self._library, self._session)
-        for target in (self._there, self._here):
-            self.move(target)
         return told | {"link_gb_s": self.link()}
 
     def move(self, target: Placement) -> dict[str, Any]:
@@ -252,19 +261,15 @@ class HostedArm:
     def _do(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def open(self) -> dict[str, Any]:
-        """Host the session, fill the idle sequences, and move there and back."""
+    def prepare(self) -> None:
+        """Let the loop run."""
         self._thread.start()
+
+    def open(self) -> dict[str, Any]:
+        """Host the session and fill the idle sequences."""
         began = perf_counter()
         self._do(self._start())
-        told: dict[str, Any] = {"open_s": perf_counter() - began}
-        tries = []
-        for name in ("there", "here"):
-            found = self.move(Placement.from_json(self._job[name]))
-            tries.append(found["reason"])
-            if found["status"] != "switched":
-                raise ArmFailed(f"{found['status']}: {found['reason']}")
-        return told | {"tries": tries}
+        return {"open_s": perf_counter() - began}
 
     async def _start(self) -> None:
         job = self._job
@@ -306,6 +311,8 @@ class HostedArm:
                 return told
             if plain["via"] != Via.BESIDE.value:
                 raise ArmFailed(f"it went {plain['via']}: {plain['via_reason'] or 'no reason was given'}")
+            stages = {name: ms or 0.0 for name, ms in plain["stages_ms"].items()}
+            told["stages_ms"] = stages | {"starting": max(0.0, plain["total_ms"] - sum(stages.values()))}
             n_by_then, n = len(client.at), self._job["n_generate"]
             await client.has(n_by_then + n + 1)
             at = client.at
@@ -373,6 +380,9 @@ class ServerArm:
         self._job = job
         self._folder = tempfile.TemporaryDirectory()
         self._server: Server | None = None
+
+    def prepare(self) -> None:
+        """Nothing: a start is a part of what is timed."""
 
     def open(self) -> dict[str, Any]:
         """Start it and read the prompt."""
@@ -468,7 +478,9 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     arm = arm_of(job)
     try:
-        say(status="open", **arm.open(), host=resident(arm.processes()))
+        arm.prepare()
+        for _ in itertools.islice(sys.stdin, 1):
+            say(status="open", **arm.open(), host=resident(arm.processes()))
         for line in sys.stdin:
             asked = json.loads(line)
             found = arm.move(Placement.from_json(asked["target"]))

@@ -14,8 +14,9 @@ server       without us: llama-server stopped with its slot saved, started in th
 fresh-layer, fresh-tensor   never moved: the first token and the rate that the others are compared with
 
 Every arm is a process. All that fit on the devices together are moved in turn, layer to tensor, then tensor to layer,
-in an order that changes from round to round, so that drift hits all alike. What an arm cannot do is noted, and the
-others go on. With --budget-s the rounds end in time. Every move is told as it comes, one JSON object a line, on stderr.
+in an order that changes from round to round, so that drift hits all alike; the last three, which start a process in
+every move, come after the others. What an arm cannot do is noted, and the others go on. With --budget-s the rounds end
+in time. Every move is told as it comes, one JSON object a line, on stderr.
 
 total_ms     of a move on the clock: median, min, max; pause_ms: how long no token could be generated
 stages_ms    of each stage, median, and gb_s where it moves bytes; "link": the share of what one link allows
@@ -38,7 +39,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +60,8 @@ _CHILD = "tools.bench_gpu_arms"
 _LAYER, _TENSOR = SplitMode.LAYER, SplitMode.TENSOR
 #: Tokens of a context beyond those of the prompt: streams go on while a second worker loads.
 _ROOM = 8192
+#: Arms that start processes in every move; the others are measured before them.
+_SLOW = ("beside", "beside-idle", "server")
 #: Arms with both placements on the devices at a time.
 _TWICE = ("resident", "beside", "beside-idle")
 #: Bytes of devices that a placement takes beyond weights and cache: contexts, buffers, NCCL.
@@ -128,8 +131,21 @@ class Child:
             cwd=CHECKOUT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
         )  # fmt: skip
 
-    def answer(self, limit_s: float) -> dict[str, Any]:
-        """Read its next answer; ArmLost where there is none."""
+    def open(self, limit_s: float) -> dict[str, Any]:
+        """Let it open its arm; ArmLost where it cannot."""
+        return self._ask({}, limit_s)
+
+    def move(self, target: Placement, *, looks: bool, limit_s: float) -> dict[str, Any]:
+        """Let it move; ArmLost where it does not."""
+        return self._ask({"target": target.to_json(), "looks": looks}, limit_s)
+
+    def _ask(self, words: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+        """Say a line and read the answer."""
+        with suppress(BrokenPipeError):
+            stdin = self._process.stdin
+            if stdin is not None:
+                stdin.write(json.dumps(words) + "\n")
+                stdin.flush()
         timer = threading.Timer(limit_s, self._process.kill)
         timer.start()
         try:
@@ -145,15 +161,6 @@ class Child:
         self._log.seek(0)
         said = last_words(self._log.read().decode(errors="replace"))
         raise ArmLost(f"its process ended with {code}: {said}")
-
-    def move(self, target: Placement, *, looks: bool, limit_s: float) -> dict[str, Any]:
-        """Let it move; ArmLost where it does not."""
-        with suppress(BrokenPipeError):
-            stdin = self._process.stdin
-            if stdin is not None:
-                stdin.write(json.dumps({"target": target.to_json(), "looks": looks}) + "\n")
-                stdin.flush()
-        return self.answer(limit_s)
 
     def end(self) -> None:
         """Let it close; a child that does not is ended."""
@@ -191,11 +198,14 @@ class Bench:
 
     def run(self, groups: Iterable[Sequence[Moved]]) -> None:
         """Measure groups of arms, each group interleaved."""
-        for group in groups:
+        for group in () if self.is_over else groups:
             try:
                 for arm in group:
+                    self._guarded(arm, self._start)
+                for arm in group:
                     self._budget.take(0.0)
-                    self._guarded(arm, self._open)
+                    if not arm.lost:
+                        self._guarded(arm, self._open)
                 for number in range(self._options.repeats):
                     self._round(group, number)
             except OutOfTime:
@@ -233,7 +243,8 @@ class Bench:
         until = self._budget.until
         return _SILENCE_S if until is None else max(1.0, min(_SILENCE_S, until - monotonic()))
 
-    def _open(self, arm: Moved) -> None:
+    def _start(self, arm: Moved) -> None:
+        """Start an arm's process; all of a group get ready at the same time."""
         here, there = self.modes[_LAYER], self.modes[_TENSOR]
         if arm.name == "fresh-tensor":
             here, there = there, here
@@ -245,9 +256,12 @@ class Bench:
             "here": here.to_json(), "there": there.to_json(),
             "n_tokens": self._options.tokens, "n_generate": self._options.generate,
         }  # fmt: skip
-        child = self._children[arm.name] = Child(job)
+        self._children[arm.name] = Child(job)
+
+    def _open(self, arm: Moved) -> None:
+        child = self._children[arm.name]
         with Meter(self._setup.groups, self._setup.driver) as meter:
-            found = child.answer(self._limit_s())
+            found = child.open(self._limit_s())
         self._weigh(arm, meter, found)
         arm.opened = {name: value for name, value in found.items() if name not in {"status", "host"}}
         self._tell({"arm": arm.name, "opened": arm.opened})
@@ -349,7 +363,9 @@ def measure(options: argparse.Namespace, tell: Callable[[dict[str, Any]], None])
     if setup.driver is not None:
         gpus = [int(group.removeprefix("gpu")) for group in dict.fromkeys(setup.groups) if group != HOST]
         room = int(_FILL * sum(map(setup.driver.free, gpus)))
-    bench.run(grouped(bench.arms, needs_of(bench.arms, facts, bench.modes[_LAYER].n_ctx), room))
+    for is_slow in (False, True):
+        arms = [arm for arm in bench.arms if (arm.name in _SLOW) is is_slow]
+        bench.run(grouped(arms, needs_of(arms, facts, bench.modes[_LAYER].n_ctx), room))
     plan = None
     if not options.no_plan:
         with suppress(OutOfTime, SystemExit, subprocess.TimeoutExpired):

@@ -26,11 +26,11 @@ _BEGIN, _END = "<!-- measured -->\n", "<!-- end of measured -->\n"
 #: Stages in the order in which they come, with a colour; those of llama-server's way among them.
 _STAGES = {
     "quiescing": "#bbbbbb", "checking": "#999999", "saving": "#4477aa", "sealing": "#66ccee", "freeing": "#aa3377",
-    "stopping": "#aa3377", "placing": "#ee6677", "starting": "#ee6677", "building": "#ccbb44", "restoring": "#228833",
+    "stopping": "#aa3377", "starting": "#ee6677", "placing": "#ee6677", "building": "#ccbb44", "restoring": "#228833",
     "proving": "#88cc88",
 }  # fmt: skip
 #: Stages that a second worker passes, or that are passed, while streams go on.
-_MEANWHILE = {"checking", "placing", "building", "freeing"}
+_MEANWHILE = {"checking", "starting", "placing", "building", "freeing"}
 #: What moves the state, and the direction of the link that it uses.
 _STATE_MOVES = {"saving": "from", "restoring": "to"}
 _LIMIT = {"own_ms": 50.0, "gb_s": 40.0, "rate": 0.98}

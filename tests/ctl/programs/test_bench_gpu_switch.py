@@ -68,22 +68,21 @@ def server(tmp_path: Path) -> Path:
 
 @pytest.mark.build
 @pytest.mark.slow
-def test_a_rehearsal_on_processors_has_every_row_or_says_why_not(tmp_path: Path, server: Path) -> None:
-    """Each arm moves both ways, is told as it goes, has its times and memory, or is noted with a reason."""
+def test_a_rehearsal_on_processors_has_every_row(tmp_path: Path, server: Path) -> None:
+    """Each arm moves both ways, is told as it goes, and has its times, its rates and its memory."""
+    arms = [arm for arm in ARMS if arm != "beside"]  # as beside-idle, with nothing beside the stream
     done = run_tool(
         "bench_gpu_switch", "--json", "--devices", "CPU,CPU", "--model", "tiny", "--tokens", "48", "--generate", "4",
-        "--repeats", "1", "--lib", library_of(NEWEST), "--server", server, "--folder", tmp_path,
+        "--repeats", "1", "--only", *arms, "--lib", library_of(NEWEST), "--server", server, "--folder", tmp_path,
     )  # fmt: skip
     body: dict[str, Any] = json.loads(done.stdout)
     rows = {(row["arm"], row["way"]): row for row in body["rows"]}
-    for arm in ARMS:
+    for arm in arms:
         if arm.startswith("fresh"):
             assert body["fresh"][arm.removeprefix("fresh-")]["tps"]["median"] > 0
-        elif arm in body["lost"]:
-            assert body["lost"][arm], arm
         else:
             assert {way for name, way in rows if name == arm} == set(WAYS), arm
-    assert {"bare", "file", "server"}.isdisjoint(body["lost"]), body["lost"]
+    assert body["lost"] == {}
     for row in rows.values():
         assert row["n"] == 1
         assert row["stages_ms"]["saving"] > 0
@@ -95,7 +94,7 @@ def test_a_rehearsal_on_processors_has_every_row_or_says_why_not(tmp_path: Path,
     assert body["rates"]["modes"]["layer"]["generate_tps"] == body["fresh"]["layer"]["tps"]["median"]
     planned = {one["arm"]: one["plan"] for one in body["memory"] if one["group"] == HOST}
     assert planned["file"] > 0
-    assert done.returncode == (1 if body["lost"] else 0)
+    assert done.returncode == 0
     told = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
     assert sum("total_ms" in one for one in told) == len(rows)
 
@@ -108,7 +107,7 @@ class _Child:
     def __init__(self, job: dict[str, Any]) -> None:
         self._arm = job["arm"]
 
-    def answer(self, limit_s: float) -> dict[str, Any]:
+    def open(self, limit_s: float) -> dict[str, Any]:
         assert limit_s > 0
         if self._arm == "pinned":
             raise ArmLost("there is no copy")
