@@ -11,7 +11,7 @@ import asyncio
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ class Setup:
         env: added to the workers' environment.
         is_exact: tokens and bytes are the same however they were computed, as the stub's are.
         beside_pace: what is asked of the stub while a second worker is started.
+        n_beside: tokens that each stream is to draw where a second worker is started; None: as many as else.
     """
 
     library: Path
@@ -67,6 +68,11 @@ class Setup:
     env: Mapping[str, str] = field(default_factory=dict)
     is_exact: bool = True
     beside_pace: str = ""
+    n_beside: int | None = None
+
+    def of(self, cell: Cell) -> Setup:
+        """Give the setup for a cell."""
+        return replace(self, n_predict=self.n_beside) if cell.is_beside and self.n_beside else self
 
     def unfinished(self, text: Text) -> list[str]:
         """Say why a text is not whole; a real model may end one by itself."""

@@ -96,7 +96,8 @@ def stub_setup(folder: Path) -> Setup:
 def real_setup(folder: Path, library: Path, model: Path) -> Setup:
     """Give the setup of a real library."""
     prompts = tuple(tuple(tokens) for tokens in greedy_gaps.tokenize(library, model, _REAL_PROMPTS))
-    return Setup(library, model, ("CPU", "CPU"), prompts, 16, 1024, folder, REAL_DEADLINE_S, is_exact=False)
+    devices = ("CPU", "CPU")
+    return Setup(library, model, devices, prompts, 16, 1024, folder, REAL_DEADLINE_S, is_exact=False, n_beside=200)
 
 
 async def play_all(setup: Setup, table: Sequence[Cell], *, jobs: int, quiet: bool) -> Tally:
@@ -127,7 +128,7 @@ async def play_all(setup: Setup, table: Sequence[Cell], *, jobs: int, quiet: boo
         nonlocal n_done
         async with turn:
             seen = await play_cell(
-                setup, cell, wanted[cell.n_streams, cell.end is End.PARKED] if setup.is_exact else None
+                setup.of(cell), cell, wanted[cell.n_streams, cell.end is End.PARKED] if setup.is_exact else None
             )
         n_done += 1
         if not quiet and not seen.faults:
