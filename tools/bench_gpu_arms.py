@@ -2,8 +2,8 @@
 
 A child opens its arm at the first line of its stdin and says so in one JSON line. Then it takes one JSON line a move,
 {"target": placement, "looks": whether to look at the host's memory}, and answers with one: total_ms and stages_ms of
-the move, first_ms, the time until the first token that is decoded after it, and tps, the tokens in a second after that. It
-ends with its stdin.
+the move, first_ms, the time until the first token that is decoded after it, and tps, the tokens in a second after that.
+It ends with its stdin.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ _WARM_UP = 512
 _N_TRIES = 4
 #: How long a copy of the weights may take to fill [s].
 _COPY_S = 120.0
+#: Tokens after the first that no rate counts: graphs are made in them.
+_N_SETTLE = 8
 #: Tokens that a stream has before it is moved.
 _N_BEFORE = 8
 #: Of the sequences beside a stream: how many, and the share of all tokens that the stream keeps.
@@ -151,7 +153,8 @@ class SessionArm:
         session.advance([0])
         if job["arm"].startswith("fresh"):
             return told | {"first": self._generated()}
-        session.reserve(job["n_tokens"] + job["n_generate"])
+        # All that a carry can take, so that no memory grows while it is measured.
+        session.reserve(self._here.n_ctx)
         return told if self._weights is WeightsTier.FILE else told | self._made_ready()
 
     def _made_ready(self) -> dict[str, Any]:
@@ -179,6 +182,8 @@ class SessionArm:
     def move(self, target: Placement) -> dict[str, Any]:
         """Switch; what is neither a call of the library is ours."""
         if self._job["arm"].startswith("fresh"):
+            # It has stood still while others were moved: as they were, it is at work first.
+            self._generated()
             return self._generated()
         self._clocked.calls.clear()
         began = perf_counter()
@@ -236,12 +241,12 @@ class BareArm(SessionArm):
 
 
 def generated(session: Session, n: int) -> dict[str, float]:
-    """Generate a first token and so many more on sequence 0, whose newest token is not decoded yet."""
+    """Generate a first token, a few that are not timed, and so many more; the newest token is not decoded yet."""
     laps = [perf_counter()]
-    for _ in range(n + 1):
+    for _ in range(1 + _N_SETTLE + n):
         session.advance([0])
         laps.append(perf_counter())
-    return {"first_ms": (laps[1] - laps[0]) * 1e3, "tps": n / (laps[-1] - laps[1])}
+    return {"first_ms": (laps[1] - laps[0]) * 1e3, "tps": n / (laps[-1] - laps[1 + _N_SETTLE])}
 
 
 class HostedArm:
@@ -314,12 +319,12 @@ class HostedArm:
             stages = {name: ms or 0.0 for name, ms in plain["stages_ms"].items()}
             told["stages_ms"] = stages | {"starting": max(0.0, plain["total_ms"] - sum(stages.values()))}
             n_by_then, n = len(client.at), self._job["n_generate"]
-            await client.has(n_by_then + n + 1)
+            await client.has(n_by_then + _N_SETTLE + n + 1)
             at = client.at
             gaps = [after - before for before, after in itertools.pairwise(at) if after >= began]
             return told | {
                 "gap_ms": max(gaps) * 1e3,
-                "tps": n / (at[n_by_then + n] - at[n_by_then]),
+                "tps": n / (at[n_by_then + _N_SETTLE + n] - at[n_by_then + _N_SETTLE]),
             }
         finally:
             stream.cancel()

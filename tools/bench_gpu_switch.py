@@ -48,6 +48,7 @@ from typing import IO, Any
 
 from splitctl.model.facts import ModelFacts, read_facts
 from splitctl.placement import Placement, SplitMode
+from splitctl.planning.memory import carry_bytes
 from tools import bench_gpu_told as told
 from tools.check_gpu import ask, setup_of
 from tools.children import last_words
@@ -59,7 +60,7 @@ ARMS = ("fresh-layer", "fresh-tensor", "bare", "file", "pinned", "resident", "be
 _CHILD = "tools.bench_gpu_arms"
 _LAYER, _TENSOR = SplitMode.LAYER, SplitMode.TENSOR
 #: Tokens of a context beyond those of the prompt: streams go on while a second worker loads.
-_ROOM = 8192
+_ROOM = 4096
 #: Arms that start processes in every move; the others are measured before them.
 _SLOW = ("beside", "beside-idle", "server")
 #: Arms with both placements on the devices at a time.
@@ -313,9 +314,9 @@ def grouped(arms: Sequence[Moved], needs: Sequence[int], room: int | None) -> It
         yield group
 
 
-def needs_of(arms: Sequence[Moved], facts: ModelFacts, n_ctx: int) -> list[int]:
-    """Estimate what arms take on all devices together, bytes; a cache in f16."""
-    one = facts.weight_bytes + 4 * n_ctx * facts.n_layer * facts.n_embd + _MORE_BYTES
+def needs_of(arms: Sequence[Moved], facts: ModelFacts, placement: Placement) -> list[int]:
+    """Estimate what arms take on all devices together, bytes."""
+    one = facts.weight_bytes + carry_bytes(facts, placement) + _MORE_BYTES
     return [one * (2 if arm.name in _TWICE else 1) for arm in arms]
 
 
@@ -365,7 +366,7 @@ def measure(options: argparse.Namespace, tell: Callable[[dict[str, Any]], None])
         room = int(_FILL * sum(map(setup.driver.free, gpus)))
     for is_slow in (False, True):
         arms = [arm for arm in bench.arms if (arm.name in _SLOW) is is_slow]
-        bench.run(grouped(arms, needs_of(arms, facts, bench.modes[_LAYER].n_ctx), room))
+        bench.run(grouped(arms, needs_of(arms, facts, bench.modes[_LAYER]), room))
     plan = None
     if not options.no_plan:
         with suppress(OutOfTime, SystemExit, subprocess.TimeoutExpired):

@@ -103,6 +103,7 @@ class _Child:
     """Stands in for an arm's process: it moves at once, or says why it does not."""
 
     asked: list[tuple[str, str]]
+    opened: list[str]
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._arm = job["arm"]
@@ -111,6 +112,7 @@ class _Child:
         assert limit_s > 0
         if self._arm == "pinned":
             raise ArmLost("there is no copy")
+        self.opened.append(self._arm)
         return {"status": "open", "prompt_tps": 1.0, "open_s": 1.0, "first": {"first_ms": 2.0, "tps": 100.0}}
 
     def move(self, target: Any, *, looks: bool, limit_s: float) -> dict[str, Any]:
@@ -132,6 +134,7 @@ class _Child:
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     """A bench of four arms and two rounds whose children are played."""
     monkeypatch.setattr(_Child, "asked", [], raising=False)
+    monkeypatch.setattr(_Child, "opened", [], raising=False)
     monkeypatch.setattr(bench_gpu_switch, "Child", _Child)
     setup = Setup(Path("libllama.so"), ("CPU", "CPU"), (HOST, HOST), None, "a build")
     only = ("fresh-tensor", "file", "pinned", "resident")
@@ -176,6 +179,65 @@ def test_a_budget_ends_the_rounds_with_what_there_is(bench: Bench, monkeypatch: 
     with pytest.raises(bench_gpu_switch.OutOfTime):
         Budget(time.monotonic() + 10.0).take(10.0)
     Budget(time.monotonic() + 100.0).take(10.0)
+
+
+class _Driver:
+    """Stands in for that of two GPUs: each arm takes 100 MiB of both when it opens, and 10 more when it moves."""
+
+    def used(self, index: int) -> int:
+        n_moves = len([what for _, what in _Child.asked if what != "end"])
+        return (1 << 30) * (index + 1) + (100 * len(_Child.opened) + 10 * n_moves) * (1 << 20)
+
+
+def test_what_an_arm_holds_is_told_apart_from_what_the_others_hold(bench: Bench) -> None:
+    """Each has what it took itself, and stands beside what the plan says of its tier, a GPU at a time."""
+    setup = Setup(Path("libllama.so"), ("CUDA0", "CUDA1"), ("gpu0", "gpu1"), _Driver(), "a build")  # type: ignore[arg-type]
+    bench._setup = setup
+    bench.run([bench.arms])
+    share = {"index": 0, "device": "CUDA0", "total": 150 << 20}
+    plan = {"file": {"devices": [share, share | {"index": 1, "total": 90 << 20}], "host": {"total": 0}}}
+    rows = bench_gpu_told.body_of(bench.arms, plan, setup.groups)["memory"]
+    held = {(one["arm"], one["group"]): one for one in rows if one["group"] != HOST}
+    assert {arm for arm, _ in held} == {"fresh-tensor", "file", "resident"}
+    assert held["file", "gpu0"] == {"arm": "file", "group": "gpu0", "most": 140.0, "last": 140.0, "plan": 150.0}
+    assert held["file", "gpu1"]["plan"] == 90.0
+    assert held["resident", "gpu1"] == {"arm": "resident", "group": "gpu1", "most": 120.0, "last": 120.0, "plan": None}
+
+
+def test_rates_are_a_file_that_explain_reads() -> None:
+    """The time without a token in each tier, and what pinned weights add to a token, go into the table of the band."""
+
+    def row(arm: str, ms: float, tps: float) -> dict[str, Any]:
+        found = {"median": ms, "min": ms, "max": ms}
+        return {"arm": arm, "way": WAYS[0], "total_ms": found, "stages_ms": {}, "tps": found | {"median": tps}}
+
+    fresh = {
+        "layer": {"prompt_tps": 1000.0, "tps": {"median": 10.0}},
+        "tensor": {"prompt_tps": 500.0, "tps": {"median": 20.0}},
+    }
+    rows = [
+        row("bare", 1500.0, 20.0),
+        row("file", 2000.0, 20.0),
+        row("pinned", 1000.0, 16.0),
+        row("resident", 100.0, 20.0),
+    ]
+    rates = bench_gpu_told._rates({"fresh": fresh, "rows": rows})
+    assert rates == {
+        "switch_s": 2.0,
+        "modes": {
+            "layer": {"prompt_tps": 1000.0, "generate_tps": 10.0},
+            "tensor": {"prompt_tps": 500.0, "generate_tps": 20.0},
+        },
+        "tier_switch_s": {"pinned": 1.0, "resident": 0.1},
+        "pinned_ms_per_token": 12.5,
+    }  # fmt: skip
+    lines = bench_gpu_told.band({"rates": rates, "rows": rows}).splitlines()
+    assert [line for line in lines if line.startswith("|")][2:] == [
+        "| bare | layer to tensor | 1.50 | 1,500 | 30 |",
+        "| file | layer to tensor | 2.00 | 2,000 | 40 |",
+        "| pinned | layer to tensor | 1.00 | 1,000 | 27 |",
+        "| resident | layer to tensor | 0.10 | 100 | 2 |",
+    ]
 
 
 def test_arms_that_fit_together_are_interleaved() -> None:
