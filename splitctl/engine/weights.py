@@ -71,7 +71,8 @@ def choose(asked: WeightsTier, seen: Seen) -> Chosen:
         asked: what the session was opened with.
         seen: what counts; of it only what belongs to the tier that was asked for, for auto all of it.
     """
-    back = WeightsTier.FILE if seen.back or asked is WeightsTier.FILE else WeightsTier.PINNED
+    has_copy = asked in {WeightsTier.PINNED, WeightsTier.AUTO} and not seen.back
+    back = WeightsTier.PINNED if has_copy else WeightsTier.FILE
     if asked is WeightsTier.FILE:
         return Chosen()
     if asked is WeightsTier.RESIDENT:
@@ -81,7 +82,7 @@ def choose(asked: WeightsTier, seen: Seen) -> Chosen:
             return Chosen(WeightsTier.FILE, seen.pinned, back)
         return Chosen(WeightsTier.PINNED, "", back)
     if not seen.beside:
-        return Chosen(WeightsTier.RESIDENT, "both placements fit")
+        return Chosen(WeightsTier.RESIDENT, "both placements fit", back)
     if seen.pinned:
         return Chosen(WeightsTier.FILE, f"{seen.beside}; {seen.pinned}", back)
     costs = seen.n_tokens * seen.extra_ms

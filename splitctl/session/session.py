@@ -176,6 +176,10 @@ class Session:
         """Where the weights of the placed model came from."""
         return self._live.engine.came_from
 
+    def expect(self, n_to_come: Callable[[], int]) -> None:
+        """Let a choice of weights ask how many tokens are known to be generated before the next switch. Any thread."""
+        self._live.engine.n_to_come = n_to_come
+
     @property
     def n_decodes(self) -> int:
         """Decodes done since the session opened."""

@@ -43,12 +43,15 @@ class Tiers:
             if self._beside is not None:
                 with live.placing:
                     beside = self._beside(live.placement, target)
-        if asked in {WeightsTier.FILE, WeightsTier.RESIDENT} or (asked is WeightsTier.AUTO and not beside):
+        if asked in {WeightsTier.FILE, WeightsTier.RESIDENT}:
             return choose(asked, Seen(beside)), has_asked
+        back = self.of_copy(live, live.placement, known_only=True)
+        if asked is WeightsTier.AUTO and not beside:
+            return choose(asked, Seen(beside, back=back)), has_asked
         seen = Seen(
             beside,
             pinned=self.of_copy(live, target, known_only=True),
-            back=self.of_copy(live, live.placement, known_only=True),
+            back=back,
             n_tokens=engine.n_to_come(),
             extra_ms=PINNED_MS_PER_TOKEN if self._is_cuda(live, target) else 0.0,
             saves_ms=saves_ms(live.facts.weight_bytes, engine.load_ms),

@@ -60,6 +60,12 @@ class Batcher:
         self._streams: dict[int, _Stream] = {}
         self._used_at: dict[int, int] = {}
         self._clock = 0
+        session.expect(self._n_to_come)
+
+    def _n_to_come(self) -> int:
+        """Say how many decodes the longest of the streams is known to take; asked from another thread."""
+        left = [one.order.n_predict - one.n_made for one in list(self._streams.values()) if one.order.n_predict > 0]
+        return max(left, default=0)
 
     @property
     def is_busy(self) -> bool:

@@ -222,6 +222,7 @@ def _work(
         if request.prompt:
             _read_prompt(session, request, emit, steps, state)
         emit(Partial(state.body()))
+        session.expect(lambda: max(request.n_predict, 0))
         if _has_two_phases(state.reading, request):
             _switch(session, request, emit, state)
             # A library that dies later takes the worker with it, and must not take the outcome too.

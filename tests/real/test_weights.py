@@ -178,6 +178,31 @@ def test_a_model_made_from_the_copy_goes_on_like_one_of_the_file(
     assert _state(copied, tmp_path / "copied") == _state(loaded, tmp_path / "loaded")
 
 
+@pytest.mark.parametrize(
+    ("beside", "file_ms", "tier"),
+    [
+        ("", 500.0, WeightsTier.RESIDENT),
+        ("CPU lacks 7 MiB", 500.0, WeightsTier.PINNED),
+        ("CPU lacks 7 MiB", 1.0, WeightsTier.FILE),
+    ],
+)
+def test_auto_takes_what_pays_and_says_why(
+    pinned: Opener, monkeypatch: pytest.MonkeyPatch, beside: str, file_ms: float, tier: WeightsTier
+) -> None:
+    """Both placements where they fit; else the copy where it saves time; else the file."""
+    session = pinned()
+    session.prefill(session.tokenize(PROMPT))
+    engine = session._live.engine
+    monkeypatch.setattr(engine, "weights", WeightsTier.AUTO)
+    monkeypatch.setattr(session._checker._tiers, "_beside", lambda _now, _target: beside)
+    engine.load_ms = {WeightsTier.FILE: file_ms, WeightsTier.PINNED: 20.0}
+    session.expect(lambda: 10)
+    outcome = session.switch(session.placement.changed(**OTHER_SHARES))
+    assert (outcome.status, outcome.weights) == (SwitchStatus.SWITCHED, tier)
+    saved = f"; a pinned load saves {file_ms - 20:.0f} ms, and 10 tokens take 0 ms more after it"
+    assert outcome.weights_reason == (f"{beside}{saved}" if beside else "both placements fit")
+
+
 def test_a_switch_before_the_copy_is_filled_uses_the_file(open_small: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     """The outcome says how far the copy is."""
     session = open_small(weights=WeightsTier.PINNED)

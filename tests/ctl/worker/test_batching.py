@@ -75,3 +75,27 @@ def test_a_prompt_that_never_fits_ends_at_once_with_its_own_numbers(files: tuple
     assert "150 more make 300, and n_ctx is 256" in message
     assert str(len(SECOND)) not in message
     assert [why for _, why, _ in ends[2:]] == ["length"]
+
+
+def child_to_come(path: str, model: str) -> list[int]:
+    """Say before each turn of a stream of unknown length and two of known ones how many tokens are known to come."""
+    placement = Placement(
+        devices=("STUB0", "STUB1"), n_ctx=N_CTX, n_batch=32, n_ubatch=16, n_seq_max=4, kv_unified=True, n_threads=1
+    )
+    told = []
+    with Session.open(model, placement, library=Library.open(path), prober=None) as session:
+        batcher = Batcher(session, lambda _report: None)
+        for number, n in enumerate((-1, 5, 9)):
+            batcher.start(Start(number, number, (1, 2, 3), SamplerSpec(temp=0.0), n))
+        while (left := session._live.engine.n_to_come()) or not told:
+            told.append(left)
+            batcher.turn()
+    return told
+
+
+def test_what_is_known_to_come_is_the_rest_of_the_longest_stream(files: tuple[str, str]) -> None:
+    """Streams share their decodes; one whose length nobody knows counts for nothing."""
+    told = run_child(child_to_come, *files).value()
+    assert told[0] == 9
+    assert told[-1] == 1
+    assert told == sorted(told, reverse=True)
