@@ -25,10 +25,11 @@ from splitctl.carry import file as carries
 from splitctl.carry.file import Carry
 from splitctl.carry.sampling import SamplerSpec
 from splitctl.engine.engine import context_params, model_params, resolve_threads
+from splitctl.engine.host_copy import HostCopy
 from splitctl.errors import Refused
 from splitctl.ipc.probes import Prober
 from splitctl.model.facts import ModelFacts, read_facts
-from splitctl.outcome import SwitchOutcome, SwitchStatus
+from splitctl.outcome import SwitchOutcome, SwitchStatus, WeightsTier
 from splitctl.placement import Placement, SplitMode
 from splitctl.probing import VerdictCache
 from splitctl.session import Session
@@ -109,8 +110,13 @@ class Seen:
 class Sweep:
     """The cells of one model."""
 
-    def __init__(self, library: Library, path: Path, prober: Prober, folder: Path) -> None:
+    def __init__(
+        self, library: Library, path: Path, prober: Prober, folder: Path, weights: WeightsTier = WeightsTier.FILE
+    ) -> None:
         self.library = library
+        self.weights = weights
+        self.refused_tier = ""
+        self.copy: HostCopy | None = None
         self.path = path
         self.facts: ModelFacts = read_facts(path)
         self.prober = prober
@@ -122,6 +128,8 @@ class Sweep:
         layout, pair = cell.split(":")
         origin, target = pair.split(">")
         say(cell=cell, stage="opening")
+        self.refused_tier = ""
+        self.copy = HostCopy() if self.weights is WeightsTier.PINNED else None
         try:
             session = self._open(placement_of(origin, layout))
         except Refused as refusal:
@@ -140,6 +148,8 @@ class Sweep:
                 return
             say(cell=cell, stage="switching")
             reasons = self._switch_and_check(session, placement_of(target, layout), cell)
+            if reasons is None and self.refused_tier:
+                reasons = [["pinned-refused", self.refused_tier]]
             if reasons is None:
                 say(cell=cell, status="passed")
             else:
@@ -147,7 +157,18 @@ class Sweep:
 
     def _open(self, placement: Placement) -> Session:
         """Open a session as a user would, with the rules and the probe."""
-        return Session.open(self.path, placement, library=self.library, embeddings=self.embeds, prober=self.prober)
+        session = Session.open(
+            self.path,
+            placement,
+            library=self.library,
+            embeddings=self.embeds,
+            prober=self.prober,
+            weights=self.weights,
+            copy=self.copy,
+        )
+        if self.copy is not None:
+            self.copy.wait()
+        return session
 
     def _after_refused_opening(self, layout: str) -> None:
         """Check that a refused mode leaves a library that still serves another."""
@@ -237,6 +258,10 @@ class Sweep:
             outcome.status is SwitchStatus.SWITCHED,
             f"{what} came to {outcome.status.value} at {outcome.stage}: {outcome.reason}",
         )
+        if outcome.weights is not self.weights:
+            is_refused = self.weights is WeightsTier.PINNED and "is refused with this build" in outcome.weights_reason
+            need(is_refused, f"{what} took the weights from {outcome.weights}: {outcome.weights_reason}")
+            self.refused_tier = outcome.weights_reason
 
     def _need_equal(self, first: Seen, second: Seen, when: str) -> None:
         """Compare state, tokens, positions, logits and samplers, byte by byte."""
@@ -382,7 +407,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run cells, or a control.
 
     Args:
-        arguments: one JSON object: library, path, verdicts, cells; or library, path, place, layout for a control.
+        arguments: one JSON object: library, path, verdicts, weights, cells; of a control library, path, place, layout.
 
     Returns:
         Exit code 0, unless the process dies.
@@ -396,7 +421,7 @@ def main(arguments: Sequence[str]) -> int:
     prober = Prober(Path(job["library"]), dict(os.environ), VerdictCache(Path(job["verdicts"])))
     shared = "/dev/shm"  # noqa: S108 - memory instead of a disk where there is one; a private folder inside
     with tempfile.TemporaryDirectory(dir=shared if Path(shared).is_dir() else None) as folder:
-        sweep = Sweep(library, path, prober, Path(folder))
+        sweep = Sweep(library, path, prober, Path(folder), WeightsTier(job["weights"]))
         for cell in job["cells"]:
             guarded(sweep.run, cell)
     return 0

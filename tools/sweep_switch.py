@@ -1,6 +1,6 @@
 """Switch models of many architectures between every pair of modes, and compare each with a context that never switched.
 
-    python -m tools.sweep_switch [--json] [--all | -k NAME ...] [--jobs N] [--lib PATH]
+    python -m tools.sweep_switch [--json] [--all | -k NAME ...] [--jobs N] [--lib PATH] [--weights file|pinned|resident]
 
 A cell is one model, one layout of sequences (one; four in one buffer; four with a stream each) and one ordered pair of
 modes. It checks: the state's bytes, the carried logits, positions, tokens and samplers are what they were; a round trip
@@ -9,7 +9,8 @@ mode gives that got the same state; a refused mode leaves a session that works a
 
 passed    every check held
 refused   by a rule or by the probe before anything was freed, with a working session after it; or `library-alone`: a
-          control process that knows no switch showed that the library cannot run this model and layout at all
+          control process that knows no switch showed that the library cannot run this model and layout at all; or
+          `pinned-refused`: the model cannot be made from a copy of its weights, and every check held with the file
 failed    anything else, a death of the process too
 
 Exit code 0: nothing failed and something passed.
@@ -17,11 +18,13 @@ Exit code 0: nothing failed and something passed.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from splitctl.outcome import WeightsTier
 from tools import sweeping
 from tools.children import run_child
 from tools.sweep_cells import all_cells
@@ -35,8 +38,9 @@ CONTROL_TIMEOUT_S = 120.0
 class ModelSweep:
     """The cells of one model, tried in children that may die."""
 
-    def __init__(self, path: Path, library: Path, verdicts: Path) -> None:
+    def __init__(self, path: Path, library: Path, verdicts: Path, weights: str = "file") -> None:
         self.path = path
+        self.weights = weights
         self.library = library
         self.verdicts = verdicts
         self._controls: dict[tuple[str, str], str] = {}
@@ -52,7 +56,7 @@ class ModelSweep:
         """
         waiting = list(wanted)
         while waiting:
-            job = {**self._model(), "verdicts": str(self.verdicts), "cells": waiting}
+            job = {**self._model(), "verdicts": str(self.verdicts), "weights": self.weights, "cells": waiting}
             child = run_child(CELLS, job, MODEL_TIMEOUT_S)
             for one in child.told:
                 waiting.remove(one["cell"])
@@ -94,11 +98,20 @@ class ModelSweep:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; see `sweeping.run`."""
     cells = all_cells()
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument(
+        "--weights",
+        choices=[one.value for one in WeightsTier if one is not WeightsTier.AUTO],
+        default=WeightsTier.FILE.value,
+        help="where switches take the weights from (default: file)",
+    )
+    weights = own.parse_known_args(arguments)[0].weights
 
     def cells_of(name: str, path: Path, library: Path, folder: Path) -> Iterator[dict[str, Any]]:
-        return ModelSweep(path, library, folder / f"{name}-verdicts.json").cells(cells)
+        return ModelSweep(path, library, folder / f"{name}-verdicts.json", weights).cells(cells)
 
-    return sweeping.run(arguments, (__doc__ or "").partition("\n")[0], sweeping.Tally(), cells_of, len(cells))
+    about = (__doc__ or "").partition("\n")[0]
+    return sweeping.run(arguments, about, sweeping.Tally(), cells_of, len(cells), (own,))
 
 
 if __name__ == "__main__":

@@ -106,7 +106,14 @@ class Tally:
 CellsOf = Callable[[str, Path, Path, Path], Iterator[dict[str, Any]]]
 
 
-def run(arguments: Sequence[str] | None, about: str, tally: Tally, cells_of: CellsOf, n_cells: int) -> int:
+def run(
+    arguments: Sequence[str] | None,
+    about: str,
+    tally: Tally,
+    cells_of: CellsOf,
+    n_cells: int,
+    parents: Sequence[argparse.ArgumentParser] = (),
+) -> int:
     """Run a sweep as a program.
 
     Args:
@@ -115,11 +122,12 @@ def run(arguments: Sequence[str] | None, about: str, tally: Tally, cells_of: Cel
         tally: an empty one.
         cells_of: tries the cells of a model.
         n_cells: how many a model has.
+        parents: read further words of the command line.
 
     Returns:
         Exit code: 0 when nothing failed and something passed, 1 otherwise, 2 for usage.
     """
-    options, names = _options(arguments, about)
+    options, names = _options(arguments, about, parents)
     try:
         library = Library.open(options.lib, env=os.environ)
     except NativeError as error:
@@ -144,9 +152,11 @@ def run(arguments: Sequence[str] | None, about: str, tally: Tally, cells_of: Cel
     return 0 if sound and not result["failed"] else 1
 
 
-def _options(arguments: Sequence[str] | None, about: str) -> tuple[argparse.Namespace, list[str]]:
+def _options(
+    arguments: Sequence[str] | None, about: str, parents: Sequence[argparse.ArgumentParser]
+) -> tuple[argparse.Namespace, list[str]]:
     """Read the command line; give it, and the names of the recipes."""
-    parser = argparse.ArgumentParser(description=about)
+    parser = argparse.ArgumentParser(description=about, parents=parents)
     parser.add_argument("--all", action="store_true", help="every recipe")
     parser.add_argument("-k", "--only", action="append", metavar="NAME", help="this model; may be given again")
     parser.add_argument("--jobs", type=int, default=2, help="models at the same time (default: 2)")

@@ -97,6 +97,17 @@ def test_real_cells_pass(library: Path, tmp_path: Path, model_of: Callable[[str]
 
 
 @pytest.mark.build
+@pytest.mark.parametrize("weights", ["resident", "pinned"])
+def test_real_cells_pass_in_every_tier(
+    library: Path, tmp_path: Path, model_of: Callable[[str], Path], weights: str
+) -> None:
+    """Both placements kept, or a copy in host memory: every switch of a cell takes the weights there."""
+    cells = ["4-unified:layer>tensor", "1:layer>layer-1,3"]
+    sweep = ModelSweep(model_of("gemma3+gqa"), library, tmp_path / "verdicts.json", weights)
+    assert [(one["cell"], one["status"]) for one in sweep.cells(cells)] == [(cell, "passed") for cell in cells]
+
+
+@pytest.mark.build
 def test_a_death_is_contained_and_explained(library: Path, tmp_path: Path, model_of: Callable[[str], Path]) -> None:
     """A model that the library cannot run at all dies in its child, a control tells why, and the next cell goes on."""
     cells = ["4-streams:layer>none", "1:layer>none"]
