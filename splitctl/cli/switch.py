@@ -186,6 +186,10 @@ def _check_lines(body: dict[str, Any]) -> Iterator[str]:
     yield f"would be     {'refused' if reasons else 'tried'}"
     for reason in reasons:
         yield f"reason       {one_line(reason['text'])} [{reason['code']}]"
+    for name, words in (("via", "built"), ("weights", "weights")):
+        if body.get(name):
+            why = one_line(str(body.get(f"{name}_reason") or ""))
+            yield f"{words:<13}{body[name]}{f': {why}' if why else ''}"
     for conversion in body.get("conversions") or ():
         yield f"conversion   {one_line(conversion)}"
     memory = (("state", "state_bytes"), ("weights placed again", "weight_bytes"), ("free host memory", "mem_available"))

@@ -49,7 +49,10 @@ _GRACE_S = 10.0
 _FILE_DEADLINES = 10.0
 
 _PLAIN = SwitchOptions()
-_FOUND = ("target", "is_unchanged", "reasons", "conversions", "state_bytes", "weight_bytes", "mem_available")
+_FOUND = (
+    "target", "is_unchanged", "reasons", "conversions", "state_bytes", "weight_bytes", "mem_available", "via",
+    "via_reason", "weights", "weights_reason",
+)  # fmt: skip
 
 
 class Supervisor:

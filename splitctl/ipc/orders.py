@@ -24,7 +24,7 @@ from splitctl.carry.seal import Seal
 from splitctl.ipc.jobs import Fault, JobEvent
 from splitctl.ipc.wire import kinds_of
 from splitctl.model.identity import FileIdentity
-from splitctl.outcome import SwitchOptions, WeightsTier
+from splitctl.outcome import Route, SwitchOptions, WeightsTier
 from splitctl.placement import Placement
 
 
@@ -456,6 +456,10 @@ class Checked:
         state_bytes: size of the carry's state now; None where there is no memory.
         weight_bytes: weights that would be placed again.
         mem_available: free memory of the host, bytes.
+        via: where the target would be built, beside or in-place; None where it would not.
+        via_reason: why not beside, where it could have been.
+        weights: where they would come from, in place; else None.
+        weights_reason: why not from the tier that was asked for; empty where they would.
     """
 
     order: int
@@ -466,6 +470,10 @@ class Checked:
     state_bytes: int | None = None
     weight_bytes: int | None = None
     mem_available: int | None = None
+    via: Route | None = None
+    via_reason: str = ""
+    weights: WeightsTier | None = None
+    weights_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,10 +99,7 @@ def checking_ms(checked: Checked) -> float:
 
 def refused(session: Session, checked: Checked, why_not_beside: str = "") -> SwitchOutcome:
     """Give the outcome of a switch that is refused for what was found, or because it cannot be beside."""
-    reasons = checked.reasons
-    if why_not_beside:
-        code = RPC_SERVES_ONE if session.model.library.rpc_servers else DOES_NOT_FIT
-        reasons = (Reason(code, f"{why_not_beside}; switch in place (--via in-place)"),)
+    reasons = (_not_beside(session, why_not_beside),) if why_not_beside else checked.reasons
     return SwitchOutcome(
         SwitchStatus.REFUSED,
         checked.target,
@@ -116,18 +113,33 @@ def refused(session: Session, checked: Checked, why_not_beside: str = "") -> Swi
     )
 
 
-def judgement(session: Session, number: int, checked: Checked) -> orders.Checked:
+def _not_beside(session: Session, why: str) -> Reason:
+    code = RPC_SERVES_ONE if session.model.library.rpc_servers else DOES_NOT_FIT
+    return Reason(code, f"{why}; switch in place (--via in-place)")
+
+
+def judgement(session: Session, number: int, checked: Checked, why_not_beside: str | None) -> orders.Checked:
     """Return the answer to order ``number``: what a switch to the checked target would do."""
-    now, target = session.placement, checked.target
+    now, target, reasons = session.placement, checked.target, checked.reasons
+    if why_not_beside and checked.options.via is Route.BESIDE:
+        reasons = (_not_beside(session, why_not_beside),)
+    via = None
+    if not reasons and now.differs(target):
+        via = Route.BESIDE if why_not_beside == "" else Route.IN_PLACE
+    is_in_place = via is Route.IN_PLACE
     return orders.Checked(
         number,
         target,
         is_unchanged=not now.differs(target),
-        reasons=tuple({"code": one.code, "text": one.text} for one in checked.reasons),
+        reasons=tuple({"code": one.code, "text": one.text} for one in reasons),
         conversions=_conversions(now, target),
         state_bytes=session.state_bytes(),
         weight_bytes=session.model.size_bytes,
         mem_available=host_memory().available,
+        via=via,
+        via_reason=why_not_beside or "" if is_in_place else "",
+        weights=checked.weights.tier if is_in_place else None,
+        weights_reason=checked.weights.reason if is_in_place else "",
     )
 
 

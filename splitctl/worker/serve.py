@@ -243,7 +243,7 @@ class _Checks:
             self._reached(order, Stage.CHECKING)
             try:
                 found = self._session.check(order.target, order.options)
-                if isinstance(order, orders.Switch) and order.may_be_beside:
+                if not isinstance(order, orders.Switch) or order.may_be_beside:
                     why_not_beside = hosted.why_not_beside(self._session, found)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is this order's answer
                 found = error
@@ -352,7 +352,7 @@ class _Server:
                 raise done.found
             if isinstance(done.order, orders.Switch):
                 return self._begin(done, done.order, done.found)
-            return hosted.judgement(self._session, done.order.order, done.found)
+            return hosted.judgement(self._session, done.order.order, done.found, done.why_not_beside)
 
     def _tokenize(self, order: orders.Tokenize) -> Report:
         if sum(one is not None for one in (order.text, order.messages, order.tokens)) != 1:
@@ -402,6 +402,8 @@ class _Server:
 
     def _take_over(self, order: orders.TakeOver) -> Report:
         """Become what another worker has sealed; the next decode is the trial."""
+        if self._batcher.is_busy:
+            raise Busy("streams")
         taken = self._session.handing.take_over(
             order.seal,
             proof=order.options.proof,

@@ -150,9 +150,13 @@ def test_a_dry_run_says_what_would_happen(home: House, host: Host) -> None:
     told = home.json("switch", "--to", "tensor", "--dry-run")
     assert (told["is_unchanged"], told["reasons"], told["expected_s"]) == (False, [], None)
     assert told["state_bytes"] > 0
+    assert (told["via"], told["weights"]) == ("beside", None)
+    in_place = home.json("switch", "--to", "tensor", "--dry-run", "--via", "in-place")
+    assert (in_place["via"], in_place["via_reason"], in_place["weights"]) == ("in-place", "", "file")
     lines = home.run("switch", "-sm", "layer", "-ctk", "f32", "--dry-run").stdout.decode()
     assert "conversion" in lines
     assert "not known: no such switch yet" in lines
+    assert "built        beside" in lines.splitlines()
     refused = home.run("switch", "-c", "3", "--dry-run")
     assert refused.returncode == 4
     assert "refused" in refused.stdout.decode()
