@@ -35,6 +35,7 @@ import argparse
 import datetime as dt
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -71,7 +72,9 @@ _MORE_BYTES = 4 << 30
 _FILL = 0.9
 #: A child that says nothing for so long is ended [s]; what is kept of a budget to end with [s].
 _SILENCE_S = 240.0
-_END_S = 5.0
+_END_S = 10.0
+#: How long a child may take to close [s].
+_CLOSE_S = 30.0
 
 
 class OutOfTime(Exception):
@@ -130,6 +133,7 @@ class Child:
         self._process = subprocess.Popen(
             [sys.executable, "-m", _CHILD, json.dumps(job)],
             cwd=CHECKOUT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+            start_new_session=True,
         )  # fmt: skip
 
     def open(self, limit_s: float) -> dict[str, Any]:
@@ -147,7 +151,7 @@ class Child:
             if stdin is not None:
                 stdin.write(json.dumps(words) + "\n")
                 stdin.flush()
-        timer = threading.Timer(limit_s, self._process.kill)
+        timer = threading.Timer(limit_s, self._kill)
         timer.start()
         try:
             for line in self._process.stdout or ():
@@ -163,14 +167,27 @@ class Child:
         said = last_words(self._log.read().decode(errors="replace"))
         raise ArmLost(f"its process ended with {code}: {said}")
 
+    def let_go(self) -> None:
+        """End its stdin, at which it closes what it has."""
+        if self._process.stdin is not None:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+
     def end(self) -> None:
-        """Let it close; a child that does not is ended."""
+        """Wait until it has closed; a child that does not is ended with what it started."""
+        self.let_go()
         try:
-            self._process.communicate("", timeout=30.0)
-        except (subprocess.TimeoutExpired, ValueError, OSError):
-            self._process.kill()
+            self._process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._kill()
             self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
         self._log.close()
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 class Bench:
@@ -213,6 +230,8 @@ class Bench:
                 self.is_over = True
                 return
             finally:
+                for child in self._children.values():
+                    child.let_go()
                 for child in self._children.values():
                     child.end()
                 self._children.clear()
