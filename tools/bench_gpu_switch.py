@@ -151,7 +151,8 @@ class Child:
             if stdin is not None:
                 stdin.write(json.dumps(words) + "\n")
                 stdin.flush()
-        timer = threading.Timer(limit_s, self._kill)
+        late = threading.Event()
+        timer = threading.Timer(limit_s, lambda: (late.set(), self._kill()))
         timer.start()
         try:
             for line in self._process.stdout or ():
@@ -163,6 +164,8 @@ class Child:
         finally:
             timer.cancel()
         code = self._process.wait()
+        if late.is_set():
+            raise ArmLost(f"no answer within {limit_s:.0f} s")
         self._log.seek(0)
         said = last_words(self._log.read().decode(errors="replace"))
         raise ArmLost(f"its process ended with {code}: {said}")
