@@ -128,12 +128,15 @@ class Switcher:
             self.effects.run = run
             self._ms, self._fallback_ms, self._counts = ms, None, (None, 0, 0)
             wanted = SwitchTarget(target, choose_via(target, self.effects.live, self.effects.weights.tier))
+            resting = self.state
             try:
                 self._drive(SwitchEvent(EventKind.STARTED, request=wanted))
             finally:
-                ended = self._outcome(self.state, ms, (self._clock() - started) * 1e3)
-                self.last = ended
+                if self.state is not resting:  # else a signal's handler raised before it began
+                    ended = self.last = self._outcome(self.state, ms, (self._clock() - started) * 1e3)
                 self.effects.run = dataclasses.replace(run, check=tuple)  # it holds the session, which may be dropped
+        if ended is None:
+            raise AssertionError("a switch that has begun has an outcome")
         self.last = ended
         return ended
 
