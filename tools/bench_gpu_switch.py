@@ -152,7 +152,12 @@ class Child:
                 stdin.write(json.dumps(words) + "\n")
                 stdin.flush()
         late = threading.Event()
-        timer = threading.Timer(limit_s, lambda: (late.set(), self._kill()))
+
+        def give_up() -> None:
+            late.set()
+            self._kill()
+
+        timer = threading.Timer(limit_s, give_up)
         timer.start()
         try:
             for line in self._process.stdout or ():
