@@ -73,7 +73,9 @@ class Growth:
     def _make(self, n_bytes: int, n_arenas: int) -> None:
         arenas = self._arenas
         small = [index for index in range(n_arenas) if arenas.n_ahead(index) < n_bytes]
-        if host_memory().available <= 2 * len(small) * n_bytes:
+        # What a memory file holds already, this process or another has taken.
+        new = sum(max(n_bytes - arenas.both[index].n_file_bytes, 0) for index in small)
+        if new and host_memory().available <= 2 * new:
             return
         for index in small:
             block = arenas.both[index].ahead(n_bytes, lambda: not self._is_closed)

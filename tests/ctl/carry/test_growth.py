@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from splitctl.carry import growth
@@ -74,6 +76,28 @@ def test_what_would_not_leave_the_host_as_much_again_is_not_made(monkeypatch: py
     grower.want(2 * MIB, 2)
     grower.wait()
     assert _grown(arenas) == [2, 2]
+
+
+def test_memory_that_another_process_has_taken_is_mapped_and_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second worker finds the arenas of the first one full, and the host has no more for it to take."""
+    fds = [os.memfd_create("arena") for _ in range(2)]
+    try:
+        for fd in fds:
+            Arena(fd).reserve(4 * MIB)
+        monkeypatch.setattr(growth, "host_memory", lambda: HostMemory(64 * MIB, 0))
+        arenas, pins = Arenas(*map(Arena, fds)), FakePins()
+        for one in arenas.both:
+            one.pinner = pins
+        grower = Growth(arenas)
+        grower.want(4 * MIB, 2)
+        grower.wait()
+        assert (_grown(arenas), len(pins.held)) == ([4, 4], 2)
+        grower.want(6 * MIB, 2)
+        grower.wait()
+        assert _grown(arenas) == [4, 4]
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 def test_memory_that_cannot_be_had_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
