@@ -1,6 +1,7 @@
 """The table of faults: every stage of a switch x every way to fail x both ways x one and four streams.
 
-A second table is of switches beside: the same at each step of the second worker, and of the first meanwhile.
+A second table is of switches beside: the same at each step of the second worker, and of the first meanwhile. A third is
+of switches whose weights are there already: both placements kept, or a copy in host memory.
 
 A cell names what is asked of the library (tests/stublib, control.c has the grammar) and what the right end is. What
 makes no sense is in the table too, with its reason, so that nothing is left out silently.
@@ -13,6 +14,8 @@ import enum
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from splitctl.outcome import WeightsTier
 
 WAYS = (("layer", "tensor"), ("tensor", "layer"))
 N_STREAMS = (1, 4)
@@ -79,6 +82,7 @@ class Cell:
         why_not: why the cell makes no sense, "" where it does.
         is_beside: the switch is made by a second worker.
         signal: what the first worker gets from outside as the switch reaches its stage; None: nothing.
+        weights: where the switch takes the weights from, once it has been made both ways.
     """
 
     stage: str
@@ -92,6 +96,7 @@ class Cell:
     why_not: str = ""
     is_beside: bool = False
     signal: signal.Signals | None = None
+    weights: WeightsTier = WeightsTier.FILE
 
     @property
     def failed_at(self) -> str:
@@ -109,7 +114,8 @@ class Cell:
     @property
     def name(self) -> str:
         """For example ``placing:worker-killed:layer>tensor:4``."""
-        return f"{self.stage}:{self.kind.value}:{self.start}>{self.target}:{self.n_streams}"
+        tier = "" if self.weights is WeightsTier.FILE else f":{self.weights.value}"
+        return f"{self.stage}:{self.kind.value}:{self.start}>{self.target}:{self.n_streams}{tier}"
 
 
 #: The call of each stage that a fault is put into, and in whose mode: S began the switch, T is wanted.
@@ -245,6 +251,42 @@ def _lasting(stage: str, kind: Kind) -> tuple[str, End, str]:
     if stage == "saving":
         return item, End.RECOMPUTED if kind in LETHAL else End.SERVING, ""
     return item, End.RECOMPUTED if stage == "restoring" else End.PARKED, ""
+
+
+# ---- weights that are there already ----
+
+#: Stages of which both placements kept, or a copy, make something else.
+_TIER_STAGES = ("freeing", "placing", "building", "restoring", "proving")
+
+
+def resident_cells() -> list[Cell]:
+    """Give the table of switches between two kept placements: the worker dies, or a call fails that is still made."""
+    return [
+        dataclasses.replace(cell, items=items, weights=WeightsTier.RESIDENT)
+        for cell in cells()
+        if cell.stage in _TIER_STAGES and not cell.why_not
+        for items in [f"at-{cell.stage}:kill@1" if cell.kind is Kind.KILLED else cell.items]
+        if cell.kind is Kind.KILLED or (cell.kind in {Kind.FAILS, Kind.DAMAGED} and cell.stage in _TIER_STAGES[-2:])
+    ]
+
+
+def few_resident_cells() -> list[Cell]:
+    """Give one that dies while it places nothing, and one whose kept context does not take the state."""
+    wanted = {("placing", Kind.KILLED, 4, "layer"), ("restoring", Kind.FAILS, 1, "tensor")}
+    return [cell for cell in resident_cells() if (cell.stage, cell.kind, cell.n_streams, cell.start) in wanted]
+
+
+def pinned_cells() -> list[Cell]:
+    """Give the table of switches that upload a copy, on any library: the worker gets a signal as it reaches a stage."""
+    return [
+        dataclasses.replace(cell, weights=WeightsTier.PINNED) for cell in real_cells() if cell.stage in _TIER_STAGES
+    ]
+
+
+def few_pinned_cells() -> list[Cell]:
+    """Give the one that is back from the copy after it died while it placed."""
+    wanted = ("placing", Kind.KILLED, 4, "layer")
+    return [cell for cell in pinned_cells() if (cell.stage, cell.kind, cell.n_streams, cell.start) == wanted]
 
 
 # ---- beside ----

@@ -26,7 +26,7 @@ from splitctl.host.config import HostConfig
 from splitctl.host.events import TrialEnded
 from splitctl.host.streams import Why
 from splitctl.host.supervisor import Supervisor
-from splitctl.outcome import Route, SwitchOptions
+from splitctl.outcome import Route, SwitchOptions, WeightsTier
 from splitctl.placement import FlashAttn, Placement, SplitMode
 from tests.stublib import FaultFile
 from tools.clients import Text, start_streams
@@ -36,6 +36,8 @@ from tools.fault_cells import SILENT, Cell, End
 N_BEFORE = 4
 #: Nothing in a cell takes as long; a hang of ours is a failure too [seconds].
 GUARD_S = 240.0
+#: How often a copy of weights is looked at [seconds].
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +71,12 @@ class Setup:
     is_exact: bool = True
     beside_pace: str = ""
     n_beside: int | None = None
+    weights: WeightsTier = WeightsTier.FILE
 
     def of(self, cell: Cell) -> Setup:
         """Give the setup for a cell."""
-        return replace(self, n_predict=self.n_beside) if cell.is_beside and self.n_beside else self
+        n_predict = self.n_beside if cell.is_beside and self.n_beside else self.n_predict
+        return replace(self, n_predict=n_predict, weights=cell.weights)
 
     def unfinished(self, text: Text) -> list[str]:
         """Say why a text is not whole; a real model may end one by itself."""
@@ -102,6 +106,7 @@ class Setup:
             name="faults",
             deadline_s=self.deadline_s if is_silent else GUARD_S,
             state_folder=folder / "sessions",
+            weights=self.weights,
         )
 
     def environment(self, armed: FaultFile, folder: Path) -> dict[str, str]:
@@ -259,6 +264,7 @@ async def _play(setup: Setup, cell: Cell, wanted: Reference | None, played: Play
     await play.supervisor.start()
     try:
         play.status()
+        await _make_ready(play, cell, played)
         readers = await play.start()
         await asyncio.gather(*(text.has_some.wait() for text in play.texts))
         restarts = play.status()["worker_restarts"]
@@ -281,6 +287,8 @@ async def _play(setup: Setup, cell: Cell, wanted: Reference | None, played: Play
                 (status["worker_restarts"] > restarts) is cell.is_worker_lost,
                 f"{status['worker_restarts']} workers were lost",
             )
+            if cell.weights is WeightsTier.PINNED:
+                played.need(status["weights"]["from"] == "pinned", f"the worker is back from {status['weights']}")
         _check_texts(setup, play, wanted, played)
         if wanted is not None:
             played.faults += different(wanted.carry, await play.save())
@@ -288,6 +296,18 @@ async def _play(setup: Setup, cell: Cell, wanted: Reference | None, played: Play
         await play.supervisor.stop(save=False)
         played.said = play.said[-6:]
     played.need(not [pid for pid in play.pids if psutil.pid_exists(pid)], "a worker outlived its session")
+
+
+async def _make_ready(play: Play, cell: Cell, played: Played) -> None:
+    """Let the weights be there: a copy that is filled and tried, or both placements, which a switch each way makes."""
+    if cell.weights is WeightsTier.FILE:
+        return
+    is_copied = cell.weights is WeightsTier.PINNED
+    while is_copied and play.status()["weights"]["copy"] != "complete":  # noqa: ASYNC110 - nobody tells when it is
+        await asyncio.sleep(_LOOK_S)
+    for mode in (cell.target, cell.start):
+        outcome = await play.supervisor.switch({"mode": SplitMode(mode)}, SwitchOptions(via=Route.IN_PLACE))
+        played.need(outcome["weights"] == cell.weights.value, f"weights from {outcome['weights_reason']}")
 
 
 async def _switch_in_place(play: Play, cell: Cell) -> dict[str, Any]:

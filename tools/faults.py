@@ -41,10 +41,14 @@ from tools.fault_cells import (
     cells,
     few_beside_cells,
     few_cells,
+    few_pinned_cells,
     few_real_beside_cells,
     few_real_cells,
+    few_resident_cells,
+    pinned_cells,
     real_beside_cells,
     real_cells,
+    resident_cells,
 )
 from tools.fault_play import Played, Reference, Setup, play_cell, undisturbed
 from tools.places import small_model, usable_library
@@ -190,9 +194,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quiet", action="store_true", help="no progress")
     options = parser.parse_args(arguments)
     if options.few:
-        table = few_real_cells() + few_real_beside_cells() if options.real else few_cells() + few_beside_cells()
+        real = few_real_cells() + few_real_beside_cells() + few_pinned_cells()
+        table = real if options.real else few_cells() + few_beside_cells() + few_resident_cells()
     else:
-        table = [*real_cells(), *real_beside_cells()] if options.real else cells() + beside_cells()
+        real = [*real_cells(), *real_beside_cells(), *pinned_cells()]
+        table = real if options.real else cells() + beside_cells() + resident_cells()
     table = [cell for cell in table if all(text in cell.name for text in options.text)]
     if options.kind:
         table = [cell for cell in table if cell.kind.value in options.kind]

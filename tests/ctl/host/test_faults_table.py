@@ -30,10 +30,14 @@ from tools.fault_cells import (
     cells,
     few_beside_cells,
     few_cells,
+    few_pinned_cells,
     few_real_beside_cells,
     few_real_cells,
+    few_resident_cells,
+    pinned_cells,
     real_beside_cells,
     real_cells,
+    resident_cells,
 )
 
 
@@ -104,6 +108,20 @@ def test_both_workers_of_a_switch_beside_meet_every_fault_at_every_step() -> Non
     assert {cell.kind for cell in real_beside_cells()} == set(BY_SIGNAL)
 
 
+def test_weights_that_are_there_already_have_a_table_of_their_own() -> None:
+    """Both placements kept on the stub, a copy on a real library; three cells in the short form."""
+    kept = resident_cells()
+    assert {(cell.start, cell.target) for cell in kept} == set(WAYS)
+    assert {(cell.stage, cell.kind) for cell in kept} == {
+        *((stage, Kind.KILLED) for stage in ("freeing", "placing", "building", "restoring", "proving")),
+        *((stage, kind) for stage in ("restoring", "proving") for kind in (Kind.FAILS, Kind.DAMAGED)),
+    }
+    assert all(cell.name.endswith(":resident") and cell.items for cell in kept)
+    assert {cell.kind for cell in pinned_cells()} == set(BY_SIGNAL)
+    assert [cell.stage for cell in few_pinned_cells()] == ["placing"]
+    assert {cell.kind for cell in few_resident_cells()} == {Kind.KILLED, Kind.FAILS}
+
+
 def _say(report: orders.Report, env: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
     line = to_line(report, orders.REPORTS)
     program = f"import os; os.write(1, {line!r}); os.write(1, b'and goes on')"
@@ -140,7 +158,7 @@ def test_a_session_survives_the_short_table() -> None:
     result = _faults("--few")
     assert result["failures"] == {}
     assert result["left_over"] == []
-    assert result["passed"] == result["cells"] == len(few_cells()) + len(few_beside_cells())
+    assert result["passed"] == result["cells"] == len(few_cells() + few_beside_cells() + few_resident_cells())
 
 
 @pytest.mark.build
@@ -151,4 +169,4 @@ def test_a_session_on_a_real_library_survives_signals(smollm2: Path) -> None:
     result = _faults("--real", "--few", "--lib", library_of(NEWEST), "--model", smollm2)
     assert result["failures"] == {}
     assert result["left_over"] == []
-    assert result["passed"] == result["cells"] == len(STAGES) + len(few_real_beside_cells())
+    assert result["passed"] == result["cells"] == len(STAGES) + len(few_real_beside_cells() + few_pinned_cells())
