@@ -65,8 +65,6 @@ class Session:
         self._effects = Effects(live, self._storage.park)
         self._switcher = Switcher(self._effects, live.placement)
         self._decoder = Decoder(live, self._switcher)
-        self.handing = Handing(live, checker, storage, self._effects.transfer, self._decoder, self._working)
-        """Hands the session to another process, or takes one over."""
 
     @classmethod
     def open(
@@ -131,6 +129,12 @@ class Session:
             copy=copy,
         )
         return cls(*parts)
+
+    @property
+    def handing(self) -> Handing:
+        """What hands the session to another process, or takes one over. It holds the session, so nobody keeps it."""
+        transfer = self._effects.transfer
+        return Handing(self._live, self._checker, self._storage, transfer, self._decoder, self._working)
 
     @property
     def placement(self) -> Placement:
