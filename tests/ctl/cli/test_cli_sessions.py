@@ -198,7 +198,7 @@ def test_a_switch_whose_worker_dies_falls_back(home: House, tmp_path: Path) -> N
     faults = "init:abort:tensor"
     with served(home, *stub_arguments(tmp_path), STUB_FAULTS=faults) as host:
         before = home.json("attach", "-p", "hello", "-n", "6", "--temp", "0")["tokens"]
-        done = home.run("switch", "--to", "tensor", "--force", "--json")
+        done = home.run("switch", "--to", "tensor", "--via", "in-place", "--force", "--json")
         assert done.returncode == 3, done.stderr
         outcome = json.loads(done.stdout)
         assert (outcome["status"], outcome["effective"], outcome["stage"]) == ("fell_back", "layer", "building")
@@ -214,7 +214,7 @@ def test_a_second_switch_is_busy_and_the_first_can_be_cancelled(home: House, tmp
     """Status 7 while one is under way; an interrupt cancels it where nobody can be asked, with status 130."""
     with (
         served(home, *stub_arguments(tmp_path), STUB_FAULTS="load:hang:tensor") as host,
-        home.start("switch", "--to", "tensor", "--force", "--json") as first,
+        home.start("switch", "--to", "tensor", "--via", "in-place", "--force", "--json") as first,
     ):
         assert first.stderr is not None
         for line in first.stderr:
@@ -240,7 +240,7 @@ def test_on_a_terminal_an_interrupt_asks(home: House, tmp_path: Path, answer: st
     with served(home, *stub_arguments(tmp_path), STUB_FAULTS="load:hang:tensor") as host:
         ours, theirs = pty.openpty()
         process = subprocess.Popen(
-            home.command("switch", "--to", "tensor", "--force"),
+            home.command("switch", "--to", "tensor", "--via", "in-place", "--force"),
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
@@ -523,7 +523,7 @@ def test_a_parked_session_is_told_and_brought_back(home: House, tmp_path: Path) 
     with served(home, *stub_arguments(tmp_path), STUB_FAULTS_FILE=str(faults)):
         before = home.json(*arguments)["tokens"]
         faults.write_text("load:abort", encoding="utf-8")
-        done = home.run("switch", "--to", "tensor", "--force", "--json")
+        done = home.run("switch", "--to", "tensor", "--via", "in-place", "--force", "--json")
         assert done.returncode == 5, done.stderr
         outcome = json.loads(done.stdout)
         assert (outcome["status"], outcome["effective"]) == ("parked", None)

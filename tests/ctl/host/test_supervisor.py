@@ -25,7 +25,7 @@ from splitctl.placement import Placement, SplitMode
 from tests.ctl.hosting import GREEDY, GUARD_S, LAYER, TENSOR, Client, ask, config, environment, request_of, soon
 from tests.stublib import FaultFile, build, needs_compiler, write_model
 
-_PROMPTS = tuple(tuple((7 * n + k) % 200 + 1 for k in range(12)) for n in range(4))
+PROMPTS = tuple(tuple((7 * n + k) % 200 + 1 for k in range(12)) for n in range(4))
 _SAMPLERS = tuple(SamplerSpec(temp=0.9, top_k=20, repeat_penalty=1.3, seed=100 + n) for n in range(4))
 _N = 24
 
@@ -64,7 +64,7 @@ class Stage:
 
     async def ask(self, stream: int, n: int = _N) -> Client:
         """Ask for the stream of a number."""
-        return await ask(self.supervisor, request_of(_PROMPTS[stream], n, sampler=_SAMPLERS[stream]))
+        return await ask(self.supervisor, request_of(PROMPTS[stream], n, sampler=_SAMPLERS[stream]))
 
     async def ask_all(self, n_streams: int = 4) -> list[Client]:
         """Ask for several, one after the other."""
@@ -286,7 +286,7 @@ def test_a_parked_session_comes_back(tmp_path: Path, undisturbed: tuple[tuple[in
         assert str(path) in done.message
         parked = carries.read(path).carry
         assert bool(len(parked.state)) == is_sealed
-        assert parked.sequences[0].tokens.tolist() == [*_PROMPTS[0], *client.tokens]
+        assert parked.sequences[0].tokens.tolist() == [*PROMPTS[0], *client.tokens]
         with pytest.raises(Parked, match=str(path)):
             await stage.ask(1)
         with pytest.raises((RequestFailed, WorkerLost)):
@@ -297,8 +297,8 @@ def test_a_parked_session_comes_back(tmp_path: Path, undisturbed: tuple[tuple[in
         assert (restored["sequences"], restored["recomputed"]) == (1, not is_sealed)
         assert stage.supervisor.status()["parked_at"] is None
         sampler = _SAMPLERS[0]
-        rest = await ask(stage.supervisor, request_of([*_PROMPTS[0], *client.tokens], 2, sampler=sampler))
-        assert (await rest.end()).n_reused >= len(_PROMPTS[0])
+        rest = await ask(stage.supervisor, request_of([*PROMPTS[0], *client.tokens], 2, sampler=sampler))
+        assert (await rest.end()).n_reused >= len(PROMPTS[0])
 
     play(tmp_path, script)
 
@@ -308,9 +308,9 @@ def test_a_session_is_gone_on_with_in_another_host(tmp_path: Path) -> None:
     held: list[int] = []
 
     async def first(stage: Stage) -> None:
-        client = await ask(stage.supervisor, request_of(_PROMPTS[0], 6))
+        client = await ask(stage.supervisor, request_of(PROMPTS[0], 6))
         await client.end()
-        held.extend([*_PROMPTS[0], *client.tokens])
+        held.extend([*PROMPTS[0], *client.tokens])
 
     async def second(stage: Stage) -> None:
         assert any("default.safetensors" in line for line in stage.said)
@@ -332,14 +332,14 @@ def test_a_checkpoint_is_a_session(tmp_path: Path) -> None:
 
     async def script(stage: Stage) -> None:
         events = stage.supervisor.subscribe()
-        client = await ask(stage.supervisor, request_of(_PROMPTS[0], -1))
+        client = await ask(stage.supervisor, request_of(PROMPTS[0], -1))
         async for event in events:
             if isinstance(event, SessionSaved):
                 break
         tokens = carries.read(event.path).carry.sequences[0].tokens.tolist()
         client.stream.cancel()
         await client.end()
-        whole = [*_PROMPTS[0], *client.tokens]
+        whole = [*PROMPTS[0], *client.tokens]
         assert tokens == whole[: len(tokens)]
 
     play(tmp_path, script, checkpoint_s=0.05)
@@ -349,7 +349,7 @@ def test_a_stream_that_is_left_frees_its_sequence(tmp_path: Path, undisturbed: t
     """One without an end is cancelled, and the one that waited for its sequence runs."""
 
     async def script(stage: Stage) -> None:
-        endless = await ask(stage.supervisor, request_of(_PROMPTS[3], -1))
+        endless = await ask(stage.supervisor, request_of(PROMPTS[3], -1))
         await endless.has(2)
         waits = await stage.ask(0)
         assert stage.supervisor.status()["queued"] == 1
@@ -366,13 +366,13 @@ def test_a_worker_that_is_killed_while_idle_is_replaced(tmp_path: Path) -> None:
     """Several times in a row, with nothing under way, the session serves again."""
 
     async def script(stage: Stage) -> None:
-        await (await ask(stage.supervisor, request_of(_PROMPTS[0], 3))).end()
+        await (await ask(stage.supervisor, request_of(PROMPTS[0], 3))).end()
         for n in range(1, 4):
             stage.kill()
             await stage.serves(n)
         client = await stage.ask(1, 3)
         assert (await client.end()).n_predicted == 3
-        assert stage.supervisor.status()["sequences"][0]["n_tokens"] == len(_PROMPTS[0]) + 3
+        assert stage.supervisor.status()["sequences"][0]["n_tokens"] == len(PROMPTS[0]) + 3
 
     play(tmp_path, script)
 
