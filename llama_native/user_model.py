@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from llama_native.devices import DeviceKind
 from llama_native.errors import CallFailed, LoadCancelled, TensorUnknown, UnsupportedAbi
 from llama_native.model import Model, fill_model_params
 
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 _NE_OFFSET = 16
 _N_DIMS = 4
+_N_THREADS = 8
+_CONCURRENT = frozenset({"CPU", "CUDA", "ROCm", "MUSA"})
+"""Backends whose buffers take tensors from several threads at once. An RPC server's socket, for one, does not."""
 
 
 class MetaKind(Enum):
@@ -187,7 +191,7 @@ def load_user_model(
     name: str = "",
     progress: Callable[[float], bool] | None = None,
     endable: bool = True,
-    n_threads: int = 8,
+    n_threads: int | None = None,
 ) -> Model:
     """Make a model of weights in memory and place it; threads upload the tensors, all at once.
 
@@ -201,7 +205,7 @@ def load_user_model(
         name: what the model is called in errors.
         progress: called with the uploaded share, 0.0 to 1.0; returning False ends the load.
         endable: whether what ``progress`` or a signal's handler raises ends the load too.
-        n_threads: threads that upload.
+        n_threads: threads that upload; None: 8 where the devices' backends take tensors from several at once, else 1.
 
     Raises:
         CapabilityMissing: the build cannot make models from metadata.
@@ -211,6 +215,7 @@ def load_user_model(
         BaseException: whatever ``progress`` or a signal's handler raised; nothing is loaded then.
     """
     library.need("model-from-memory")
+    n_threads = n_threads or _n_threads(library, params)
     pointer, done = None, False
     keep: list[Any] = []
     cancelled = [False]
@@ -257,6 +262,13 @@ def load_user_model(
     # The library counts what a file holds, and there was none; a tied output has the embedding's data.
     model.size_bytes = sum(n_bytes for _, n_bytes in set(weights.places.values()))
     return model
+
+
+def _n_threads(library: Library, params: ModelParams) -> int:
+    named = {name.lower() for name in params.devices}
+    used = [one for one in library.devices(memory=False) if one.name.lower() in named or not named]
+    backends = {one.backend for one in used if one.kind is not DeviceKind.ACCEL}
+    return _N_THREADS if backends <= _CONCURRENT else 1
 
 
 def _uploads(

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from llama_native import CallFailed, Library, Reentered
+from llama_native import (
+    CallFailed,
+    Library,
+    LoadCancelled,
+    ModelParams,
+    Reentered,
+    TensorUnknown,
+    Weights,
+    load_user_model,
+)
+from llama_native import user_model as native
 from llama_native.user_model import MetaKind, MetaValue, TensorSlot, create_tensors
+from splitctl.engine.host_copy import HostCopy
+from tests.real.conftest import DEVICES
 from tools.make_dummies import recipes, to_metadata
 
 F32 = 0
@@ -93,3 +107,95 @@ def test_an_unknown_kind() -> None:
     """A recipe with a kind that does not exist is refused by its name."""
     with pytest.raises(ValueError, match="u128"):
         MetaKind.of("u128")
+
+
+# ---- weights in memory ----
+
+PARAMS = ModelParams(devices=DEVICES)
+
+
+@pytest.fixture
+def weights(library: Library, small_model: Path) -> Iterator[Weights]:
+    """The small model's, as they lie in its file."""
+    if not library.has("model-from-memory"):
+        pytest.skip(f"{library.path} cannot make models from metadata (llama-cpp-python-0.3.36 can)")
+    copy = HostCopy.of_file(small_model)
+    yield Weights(copy.metadata_path, copy.data, copy.places)
+    copy.close()
+
+
+def test_progress_tells_how_much_is_uploaded(library: Library, weights: Weights) -> None:
+    """From nothing to all of it, and never back; the model is of the file's size at least."""
+    shares: list[float] = []
+
+    def progress(share: float) -> bool:
+        shares.append(share)
+        return True
+
+    with load_user_model(library, weights, PARAMS, progress=progress) as model:
+        assert model.size_bytes >= sum(n_bytes for _, n_bytes in weights.places.values())
+    assert (shares[0], shares[-1]) == (0.0, 1.0)
+    assert shares == sorted(shares)
+
+
+@pytest.mark.parametrize("after", [0.0, 0.5])
+def test_a_load_that_is_cancelled_leaves_nothing(library: Library, weights: Weights, after: float) -> None:
+    """Before the first tensor or between them: the model is freed, and the next one loads."""
+    with pytest.raises(LoadCancelled):
+        load_user_model(library, weights, PARAMS, progress=lambda share: share < after)
+    load_user_model(library, weights, PARAMS).close()
+
+
+def test_what_progress_raises_comes_out_when_the_model_is_freed(library: Library, weights: Weights) -> None:
+    """Uploads under way end first."""
+
+    def progress(share: float) -> bool:
+        if share > 0.5:
+            raise KeyError("no")
+        return True
+
+    with pytest.raises(KeyError):
+        load_user_model(library, weights, PARAMS, progress=progress)
+    load_user_model(library, weights, PARAMS).close()
+
+
+def test_what_a_thread_raises_comes_out(library: Library, weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload that fails is the load's failure, whichever thread it is in."""
+    with monkeypatch.context() as patched:
+        patched.setattr(native, "_uploads", lambda *_: [native._Upload("no tensor", 4, b"")])
+        with pytest.raises(TypeError):
+            load_user_model(library, weights, PARAMS)
+    load_user_model(library, weights, PARAMS).close()
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"blk.0.attn_norm.weight": None}, "blk.0.attn_norm.weight, which the file has not"),
+        ({"token_embd.weight": (0, 7)}, r"token_embd.weight, of 131072 bytes, and the file has 7"),
+    ],
+    ids=["not there", "of another size"],
+)
+def test_a_tensor_without_its_data_is_refused_by_name(
+    library: Library, weights: Weights, changed: dict[str, tuple[int, int] | None], words: str
+) -> None:
+    """Nothing is uploaded in its place."""
+    places = {name: place for name, place in {**weights.places, **changed}.items() if place is not None}
+    with pytest.raises(TensorUnknown, match=words):
+        load_user_model(library, dataclasses.replace(weights, places=places), PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("blk.3.attn_q.bias", 0.0),
+        ("blk.3.attn_q.scale", 1.0),
+        ("blk.3.ffn_up.input_scale", 1.0),
+        ("rope_freqs.weight", 1.0),
+        ("blk.3.attn_q_norm.weight", None),
+        ("blk.3.attn_sinks.weight", None),
+    ],
+)
+def test_optional_tensors_have_the_value_that_changes_nothing(name: str, value: float | None) -> None:
+    """By their kind; of the others nobody knows one."""
+    assert native.neutral_value(name) == value
