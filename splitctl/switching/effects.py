@@ -107,7 +107,7 @@ class Effects:
         return SwitchEvent(EventKind.REFUSED, reasons=reasons) if reasons else None
 
     def _save(self, _state: MachineState) -> None:
-        self.transfer.save()
+        self.transfer.save(reads_back=self.run.options.proof is Proof.BYTES)
 
     def _seal(self, state: MachineState) -> None:
         self.transfer.seal(_requested(state))

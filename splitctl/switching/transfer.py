@@ -55,17 +55,25 @@ class Transfer:
         self._converted: memoryview | None = None
         self._given: memoryview | None = None
 
-    def save(self) -> None:
+    def save(self, *, reads_back: bool = False) -> None:
         """Copy the state out, beside a sealed original that is still kept.
+
+        Args:
+            reads_back: whether it will be read back once it is restored: the memory for that is taken now, because
+                later there is no old placement to go on in without it.
 
         Raises:
             StateUnsound: the library wrote another number of bytes than it announced.
+            OSError: the system has no such memory.
             llama_native.CallFailed: it wrote nothing.
         """
-        self.live.keep_ahead(1)
+        arenas = self.live.arenas
+        self.live.keep_ahead(2 if reads_back else 1)
         self._saved = self._take()
         arena = self._saved.arena
-        self.pinned = (None, "") if arena is None else self.live.arenas.both[arena].pinned
+        self.pinned = (None, "") if arena is None else arenas.both[arena].pinned
+        if reads_back and arena is not None and arenas.original is None:
+            arenas.both[1 - arena].reserve(len(self._saved.view))
 
     def seal(self, target: Placement) -> None:
         """Parse what was saved, hold it against the session, checksum it; convert a copy where the target needs it.
@@ -155,7 +163,6 @@ class Transfer:
         given, wanted = sealed.view, sealed.digest
         if self._converted is not None:
             given, wanted = self._converted, digest(self._converted)
-        live.keep_ahead(2)
         return self._unlike(given, wanted)
 
     def unlike_what_was_given(self) -> str:

@@ -38,11 +38,6 @@ def _switched(session: Session, **named: object) -> SwitchOutcome:
     return outcome
 
 
-def _there_and_back(session: Session) -> list[SwitchOutcome]:
-    first = session.placement
-    return [_switched(session), session.switch(first)]
-
-
 def _tokens(session: Session, n: int = 1) -> list[int]:
     return [token.id for token in session.generate(n=n, sampler=GREEDY)]
 
@@ -135,6 +130,49 @@ def test_processors_gain_nothing_by_pinned_memory(open_small: Opener) -> None:
     assert (outcome.carry_pinned, outcome.carry_pinned_reason) == (None, "")
     refused = session.switch(session.placement.changed(n_ctx=8))
     assert refused.carry_pinned is None
+
+
+def test_a_first_switch_touches_what_it_needs_before_anything_is_freed(
+    open_small: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was reserved: the memory for reading back too is taken while the old placement is still there."""
+    session = open_small(base(n_ctx=512))
+    session.prefill(SMALL_PROMPT)
+    seen: list[str] = []
+    touch = arenas.Arena._touch
+
+    def noted(arena: arenas.Arena, block: arenas.Block, size: int) -> None:
+        seen.append("touched")
+        touch(arena, block, size)
+
+    monkeypatch.setattr(arenas.Arena, "_touch", noted)
+    outcome = session.switch(
+        session.placement.changed(tensor_split=(0.2, 0.8)),
+        progress=lambda at, share: seen.append(at.value) if share == 0.0 else None,
+    )
+    assert outcome.status is SwitchStatus.SWITCHED, outcome.reason
+    assert seen.count("touched") == 2
+    assert "touched" not in seen[seen.index("freeing") :]
+
+
+def test_memory_for_reading_back_that_cannot_be_had_costs_nothing(
+    open_small: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session never leaves its placement, and goes on."""
+    session, straight = open_small(), open_small()
+    for one in (session, straight):
+        one.prefill(SMALL_PROMPT)
+    second = session._live.arenas.both[1]
+
+    def fails(_n_bytes: int) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(second, "reserve", fails)
+    outcome = session.switch(session.placement.changed(tensor_split=(0.2, 0.8)))
+    assert (outcome.status, outcome.stage) == (SwitchStatus.FELL_BACK, Stage.SAVING)
+    assert "Cannot allocate memory" in outcome.reason
+    assert outcome.stages_ms.freeing is None
+    assert _tokens(session, 6) == _tokens(straight, 6)
 
 
 @pytest.mark.parametrize("mode", ["split", "type"])
