@@ -43,7 +43,7 @@ def examine(request: DoctorRequest, env: Mapping[str, str], emit: Callable[[JobE
         NativeError: no library can be used.
     """
     body: dict[str, Any] = {
-        "splitctl": metadata.version("splitctl"),
+        "splitctl": _version(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
         "candidates": [
@@ -70,6 +70,14 @@ def examine(request: DoctorRequest, env: Mapping[str, str], emit: Callable[[JobE
     body["devices"] = [device_body(one) for one in devices]
     body["warnings"] += _warnings(library, devices)
     return body
+
+
+def _version() -> str:
+    """Give the version that is installed; a checkout on PYTHONPATH has none."""
+    try:
+        return metadata.version("splitctl")
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def reserve_buffers(request: ReserveRequest, library: Library, emit: Callable[[JobEvent], None]) -> dict[str, Any]:
