@@ -370,6 +370,7 @@ def _about(setup: Setup, model: Path, facts: ModelFacts, options: argparse.Names
         "library": str(setup.library),
         "devices": list(setup.devices),
         "groups": list(setup.groups),
+        "source": f"tools.bench_gpu_switch --tokens {options.tokens} --repeats {options.repeats}",
     }
     if setup.driver is not None:
         gpus = [int(group.removeprefix("gpu")) for group in dict.fromkeys(setup.groups) if group != HOST]

@@ -239,7 +239,8 @@ def _spread(value: Mapping[str, float] | None) -> str:
 def tables(body: Mapping[str, Any]) -> str:
     """Tell a body in Markdown."""
     rows = body["rows"]
-    parts = [f"{_said_of(body)}\n{_times(rows)}", _speeds(rows), _memory_table(body.get("memory", ()))]
+    note = _wrapped(body["note"]) if body.get("note") else ""
+    parts = [f"{_said_of(body)}\n{_times(rows)}", note, _speeds(rows), _memory_table(body.get("memory", ()))]
     parts += [band(body)] if body.get("rates") else []
     parts += [_wrapped(f"Not measured: {name}: {why}") for name, why in body.get("lost", {}).items()]
     return "\n".join(filter(None, parts))
