@@ -8,8 +8,8 @@ Source: cgroup-v2.rst and cgroup-v1/memory.rst of the kernel, proc_pid_mountinfo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
 import psutil
@@ -51,23 +51,26 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     """
     machine = psutil.virtual_memory()
     found = [HostMemory(machine.total, machine.available)]
-    for kind, folder in _groups(root):
+    lines = (tuple(_lines(root / "proc/self" / name)) for name in ("cgroup", "mountinfo"))
+    for kind, folder in _groups(root, *lines):
         group = _group(kind, folder)
         if group is not None:
             found.append(group)
     return HostMemory(min(one.total for one in found), min(one.available for one in found))
 
 
-def _groups(root: Path) -> Iterator[tuple[str, Path]]:
+@lru_cache(maxsize=4)  # asked again and again, and the files that it comes from hardly ever change
+def _groups(root: Path, of_process: tuple[str, ...], mounts: tuple[str, ...]) -> tuple[tuple[str, Path], ...]:
     """Give the folders of this process's groups, each hierarchy from its group up, with the file system's type."""
+    found: list[tuple[str, Path]] = []
     paths: dict[str, PurePosixPath] = {}
-    for line in _lines(root / "proc/self/cgroup"):
+    for line in of_process:
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:
             paths["cgroup2"] = PurePosixPath(path)
         elif "memory" in controllers.split(","):
             paths["cgroup"] = PurePosixPath(path)
-    for line in _lines(root / "proc/self/mountinfo"):
+    for line in mounts:
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2)
         if kind not in paths or (kind == "cgroup" and "memory" not in options.split(",")):
@@ -75,8 +78,8 @@ def _groups(root: Path) -> Iterator[tuple[str, Path]]:
         shown, point = (PurePosixPath(_plain(one)) for one in before.split()[3:5])
         top = root / point.relative_to("/")
         below = _below(paths[kind], shown)
-        for part in () if below is None else (below, *below.parents):
-            yield kind, top / part
+        found.extend((kind, top / part) for part in (() if below is None else (below, *below.parents)))
+    return tuple(found)
 
 
 def _below(path: PurePosixPath, shown: PurePosixPath) -> PurePosixPath | None:

@@ -158,6 +158,10 @@ class Checker:
         with live.placing:
             return self._planner.beside(live.placement, target, same_process=False).reason
 
+    def _host(self) -> HostFacts:
+        """Read what the host has now."""
+        return HostFacts(devices=self._devices, mem_available=host_memory().available)
+
     def _judge(
         self,
         current: Placement | None,
@@ -165,8 +169,9 @@ class Checker:
         session: SessionFacts,
         verdict: ProbeVerdict | None,
         options: SwitchOptions,
+        host: HostFacts | None = None,
     ) -> tuple[Diagnostic, ...]:
-        host = HostFacts(devices=self._devices, mem_available=host_memory().available)
+        host = host or self._host()
         found = rules.check(current, target, self._facts, self._build, host, session, verdict)
         return tuple(
             diagnostic for diagnostic in found if not (options.convert and diagnostic.code == rules.NEEDS_CONVERSION)
@@ -188,9 +193,11 @@ class Checker:
             return Checked(target, options, reasons, verdict, has_asked=has_asked)
 
         def judged(verdict: ProbeVerdict) -> Checked:
-            return checked(rules.refused(self._judge(current, target, session, verdict, options)), verdict)
+            now = host if verdict.remembered else None  # a trial takes time
+            return checked(rules.refused(self._judge(current, target, session, verdict, options, now)), verdict)
 
-        diagnostics = self._judge(current, target, session, None, options)
+        host = self._host()
+        diagnostics = self._judge(current, target, session, None, options, host)
         if options.force:
             return checked(_forced(diagnostics))
         if not rules.worth_a_try(diagnostics):
