@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llama_native import Library
 from llama_native.user_model import MetaKind, MetaValue, TensorSlot
 from splitctl import (
     AdapterInvalid,
@@ -19,6 +20,7 @@ from splitctl import (
     SplitMode,
     SwitchStatus,
 )
+from splitctl.outcome import WeightsTier
 from tests.real.conftest import PROMPT, Opener, base
 from tools.gguf_out import write_gguf
 
@@ -91,6 +93,27 @@ def test_an_adapter_travels_with_a_switch(
     bare = open_session(session.placement)
     with pytest.raises(CarryMismatch):
         bare.restore(tmp_path / "carry")
+
+
+@pytest.mark.parametrize("tier", [WeightsTier.RESIDENT, WeightsTier.PINNED])
+def test_an_adapter_stands_on_each_model(
+    library: Library, open_session: Opener, lora: Path, tmp_path: Path, tier: WeightsTier
+) -> None:
+    """On one that was kept, and on one made from the copy: there and back, it says what a fresh session says."""
+    if tier is WeightsTier.PINNED and not library.has("model-from-memory"):
+        pytest.skip(f"{library.path} cannot make models from metadata")
+    session = _read(open_session(adapters=[(lora, 0.5)], weights=tier))
+    copy, first = session._live.engine.copy, session.placement
+    assert copy is None or copy.wait()
+    for target in (first.changed(tensor_split=(0.2, 0.8)), first):
+        _ids(session, 3)
+        session.save(tmp_path / "carry")
+        outcome = session.switch(target)
+        assert (outcome.status, outcome.weights) == (SwitchStatus.SWITCHED, tier), outcome.weights_reason
+    fresh = open_session(first, adapters=[(lora, 0.5)])
+    fresh.restore(tmp_path / "carry")
+    assert _ids(session, 6) == _ids(fresh, 6)
+    assert np.array_equal(session.logits(), fresh.logits())
 
 
 def test_a_switch_to_tensor_mode_with_an_adapter_is_refused(open_session: Opener, lora: Path) -> None:
