@@ -105,6 +105,12 @@ class Cell:
         return "trial" if step in {"warm-up", "first-step"} else step
 
     @property
+    def may_fail_at(self) -> frozenset[str]:
+        """The stages of which the outcome names one: a worker that is stopped is missed when the switch needs it."""
+        later = {"building", "trial", "quiescing"} if (self.stage, self.kind) == ("first.placing", Kind.STOPPED) else ()
+        return frozenset({self.failed_at, *later})
+
+    @property
     def is_worker_lost(self) -> bool:
         """Whether the worker that serves is lost, and replaced."""
         if not self.is_beside:

@@ -59,7 +59,7 @@ REAL_DEADLINE_S = 8.0
 #: Microseconds that a decode of the stub takes, so that streams last longer than a switch waits for its turn.
 _PACE_US = 4000
 #: The same while a second worker starts, which takes a second or more.
-_SLOW_PACE_US = 60_000
+_SLOW_PACE_US = 150_000
 
 _STUB_PROMPTS = ("the quick brown fox", "jumps", "over the lazy dog again and again", "x")
 _REAL_PROMPTS = ("Once upon a time there was a little girl", "The capital of France is", "In 1969 men", "Water boils")

@@ -15,7 +15,20 @@ from dataclasses import dataclass
 
 from splitctl.errors import DeadlineExceeded, WorkerLost
 from splitctl.ipc.jobs import Failure, Fault, HostRequest, RequestFailed, Result
-from splitctl.ipc.orders import ORDERS, Close, Opened, Order, Report, StageReached, Switched, Trial, WorkerEvent
+from splitctl.ipc.orders import (
+    ORDERS,
+    Close,
+    FitsBeside,
+    HandedOver,
+    Opened,
+    Order,
+    Report,
+    StageReached,
+    Switched,
+    TookOver,
+    Trial,
+    WorkerEvent,
+)
 from splitctl.ipc.process import WorkerProcess
 from splitctl.ipc.wire import MessageInvalid, to_line
 from splitctl.last_words import telling_line
@@ -155,7 +168,7 @@ class WorkerLink:
             # Kept for the words of its end.
             if isinstance(event, StageReached):
                 self._worker.is_doing(event.stage)
-            elif isinstance(event, Opened | Switched | Trial):
+            elif isinstance(event, Opened | FitsBeside | HandedOver | TookOver | Switched | Trial):
                 self._worker.is_doing("serving")
             self._post(self._take_report, event)
         return None

@@ -139,7 +139,7 @@ class Storage:
     def take_over(self, seal: Seal, transfer: Transfer, *, is_read_back: bool) -> tuple[str, ...]:
         """Replace what the session holds with a carry in an arena; where its state cannot be used, nothing is.
 
-        With ``is_read_back`` the proof that :meth:`Transfer.unlike_what_was_given` gives comes next.
+        With ``is_read_back`` :meth:`Transfer.unlike_what_was_given` comes next; it proves the seal's checksum too.
 
         Returns:
             One phrase a change that the state needed.
@@ -150,10 +150,13 @@ class Storage:
         """
         arenas = self._live.arenas
         arenas.take_made()
-        read = seals.take(arenas.both[seal.arena], seal)
+        read = seals.take(arenas.both[seal.arena], seal, is_state_proved=is_read_back)
         arenas.reported = seal.arena
         slots, is_foreign = self._fitting(read)
-        changes = transfer.replace(read.state, slots(), refit=is_foreign, is_read_back=is_read_back)
+        if is_read_back and is_foreign:
+            seals.verify_state(read.state, seal)
+        checksum = bytes.fromhex(seal.state_digest) if is_read_back else None
+        changes = transfer.replace(read.state, slots(), refit=is_foreign, checksum=checksum)
         self._take_samplers(read)
         return changes
 

@@ -53,7 +53,7 @@ class Transfer:
         self._fresh: SealedState | None = None
         self._plan: conversion.Plan | None = None
         self._converted: memoryview | None = None
-        self._given: memoryview | None = None
+        self._given: tuple[memoryview, bytes] | None = None
 
     def save(self, *, reads_back: bool = False) -> None:
         """Copy the state out, beside a sealed original that is still kept.
@@ -168,9 +168,7 @@ class Transfer:
     def unlike_what_was_given(self) -> str:
         """Read back what :meth:`replace` gave the library, and let go of it; says what differs, "" for nothing."""
         given, self._given = self._given, None
-        if not given or not self.live.has_memory:
-            return ""
-        return self._unlike(given, digest(given))
+        return self._unlike(*given) if given is not None and self.live.has_memory else ""
 
     def _unlike(self, given: memoryview, wanted: bytes) -> str:
         """Say how what the library holds differs from bytes of a checksum; "" where it does not."""
@@ -236,7 +234,7 @@ class Transfer:
         self.live.arenas.original = None if sealed is None else sealed.arena
 
     def replace(
-        self, state: memoryview, slots: dict[int, Slot], *, refit: bool = False, is_read_back: bool = False
+        self, state: memoryview, slots: dict[int, Slot], *, refit: bool = False, checksum: bytes | None = None
     ) -> tuple[str, ...]:
         """Put other sequences in place of those that the session holds.
 
@@ -244,7 +242,7 @@ class Transfer:
             state: their bytes; empty: the tokens are read again.
             slots: the sequences, by id.
             refit: the bytes come from another layout and are rewritten as this context writes them.
-            is_read_back: :meth:`unlike_what_was_given` comes next.
+            checksum: that of the bytes; :meth:`unlike_what_was_given` comes next. None: it does not.
 
         Returns:
             One phrase a change that the bytes needed.
@@ -270,7 +268,8 @@ class Transfer:
                     state, changes = conversion.fit(state, self._shown())
                     self._hold_against(state, wanted)
                 self._give(state)
-                self._given = state if is_read_back else None
+                if checksum is not None:
+                    self._given = (state, digest(state) if refit else checksum)
             else:
                 live.replay_tokens()
             self._check_positions(wanted)

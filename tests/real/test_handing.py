@@ -17,7 +17,7 @@ from splitctl.carry.arena import Arena, Arenas
 from splitctl.carry.seal import Seal
 from splitctl.errors import CarryDamaged, StateUnsound
 from splitctl.ipc.probes import Prober
-from splitctl.outcome import SwitchOptions
+from splitctl.outcome import Route, SwitchOptions
 from tests.real.conftest import RPC, SEEDED, SMALL_PROMPT, base
 from tests.real.test_adapters import lora  # noqa: F401 - a fixture
 from tests.real.test_memories import MEMORIES, OTHER_SHARES, SHORT, TOKENS
@@ -191,18 +191,32 @@ def test_one_that_is_on_trial_hands_over_and_can_still_go_back(pair: Pair, small
 
 
 def test_what_was_sealed_and_is_damaged_is_not_taken(pair: Pair, small_model: Path) -> None:
-    """A byte that changed on the way is seen before the library gets it; the second session stays empty."""
+    """A byte that changed on the way is seen before the library gets it, or when the state is read back."""
     first = pair.open(small_model, base())
     first.prefill(SMALL_PROMPT)
     checked = first.check(first.placement.changed(**OTHER_SHARES))
     second = pair.open(small_model, checked.target)
     first.handing.hand_over(checked, lambda _stage: None)
     seal = pair.seals[-1]
-    (byte,) = os.pread(pair.fds[seal.arena], 1, 100)
-    os.pwrite(pair.fds[seal.arena], bytes([byte ^ 1]), 100)
-    with pytest.raises((CarryDamaged, StateUnsound)):
-        second.handing.take_over(seal, proof=Proof.BYTES)
+    at = seal.state_bytes // 2
+    (byte,) = os.pread(pair.fds[seal.arena], 1, at)
+    os.pwrite(pair.fds[seal.arena], bytes([byte ^ 1]), at)
+    with pytest.raises(CarryDamaged, match="checksum of its state"):
+        second.handing.take_over(seal)
     assert second.sequences() == ()
+    with pytest.raises(StateUnsound, match="does not read back"):
+        second.handing.take_over(seal, proof=Proof.BYTES)
+
+
+def test_beside_a_server_there_is_no_second_worker(
+    pair: Pair, small_model: Path, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It serves one client at a time; no force changes that."""
+    first = pair.open(small_model, base())
+    checked = first.check(first.placement.changed(**OTHER_SHARES), SwitchOptions(force=True, via=Route.BESIDE))
+    assert first.handing.why_not_beside(checked) == ""
+    monkeypatch.setattr(library, "rpc_servers", ("127.0.0.1:50052",))
+    assert "an RPC server serves one client at a time" in first.handing.why_not_beside(checked)
 
 
 def test_what_the_session_does_not_allow_by_now_is_refused(pair: Pair, small_model: Path) -> None:
