@@ -31,16 +31,20 @@ class FakePins:
     Attributes:
         held: bytes that are pinned, by address.
         refusal: why nothing can be pinned; empty: it can.
+        refuses_twice: whether a second registration of an address is answered; else it is a fault of the test.
     """
 
     held: dict[int, int] = field(default_factory=dict)
     refusal: str = ""
+    refuses_twice: bool = False
 
     def __call__(self, memory: memoryview) -> FakePin | str:
         """Pin a memory."""
         if self.refusal:
             return self.refusal
         address = int(np.frombuffer(memory, np.uint8).ctypes.data)
+        if self.refuses_twice and address in self.held:
+            return "registered twice"
         assert address not in self.held, "registered twice"
         self.held[address] = len(memory)
         return FakePin(self, memory, address)
