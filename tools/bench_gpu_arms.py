@@ -29,11 +29,12 @@ from splitctl.carry.sampling import SamplerSpec
 from splitctl.control.requests import GenerateRequest
 from splitctl.errors import SplitctlError
 from splitctl.host.config import HostConfig
-from splitctl.host.streams import Begun, Delta, Done, Stream
+from splitctl.host.streams import Delta, Done, Stream, Why
 from splitctl.host.supervisor import Supervisor
 from splitctl.model.facts import read_facts
 from splitctl.outcome import Route, SwitchOptions, Via, WeightsTier
 from splitctl.placement import Placement
+from splitctl.planning.memory import carry_bytes
 from splitctl.session import Session
 from tools.bench_gpu_server import Server
 from tools.bench_switch import BARE_STAGES, Bare
@@ -222,7 +223,8 @@ class BareArm(SessionArm):
         """Load and read, and touch the buffer of the calls."""
         self._job = {**self._job, "arm": "fresh"}
         told = super().open()
-        self._bare = Bare(self._library, self._session)
+        full = carry_bytes(self._session.facts, self._session.placement)
+        self._bare = Bare(self._library, self._session, full - (self._session.state_bytes() or 0))
         return told | {"link_gb_s": self.link()}
 
     def move(self, target: Placement) -> dict[str, Any]:
@@ -300,8 +302,7 @@ class HostedArm:
         return dict(self._do(self._move(target)))
 
     async def _move(self, target: Placement) -> dict[str, Any]:
-        stream = await self._supervisor.generate(_request(self._prompt, -1))
-        client = _Client(stream)
+        client = _Client(self._supervisor, _request(self._prompt, -1))
         reading = asyncio.create_task(client.read())
         try:
             await client.has(_N_BEFORE)
@@ -327,7 +328,7 @@ class HostedArm:
                 "tps": n / (at[n_by_then + _N_SETTLE + n] - at[n_by_then + _N_SETTLE]),
             }
         finally:
-            stream.cancel()
+            client.stop()
             await reading
 
     def processes(self) -> list[int]:
@@ -345,25 +346,36 @@ class HostedArm:
 
 
 class _Client:
-    """Reads a stream and notes when each token came [s]."""
+    """Asks for one answer after the other and notes when each token came [s]."""
 
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
+    def __init__(self, supervisor: Supervisor, request: GenerateRequest) -> None:
+        self._supervisor = supervisor
+        self._request = request
+        self._stream: Stream | None = None
+        self._is_over = False
         self.at: list[float] = []
         self._came = asyncio.Event()
         self._done: Done | None = None
 
     async def read(self) -> None:
-        """Read to the end."""
-        async for event in self._stream:
-            match event:
-                case Delta(token=int()):
-                    self.at.append(perf_counter())
-                case Done():
-                    self._done = event
-                case Begun():
-                    continue
-            self._came.set()
+        """Read until it is stopped, or an answer fails; made-up weights may end one at any token."""
+        while not self._is_over and self._done is None:
+            self._stream = await self._supervisor.generate(self._request)
+            if self._is_over:
+                self._stream.cancel()
+            async for event in self._stream:
+                match event:
+                    case Delta(token=int()):
+                        self.at.append(perf_counter())
+                    case Done(why=why) if why is not Why.EOS:
+                        self._done = event
+                self._came.set()
+
+    def stop(self) -> None:
+        """Let the answer end, and ask for no other."""
+        self._is_over = True
+        if self._stream is not None:
+            self._stream.cancel()
 
     async def has(self, n: int) -> None:
         """Wait until so many tokens have come; ArmFailed if the stream ends before."""

@@ -73,8 +73,11 @@ _STAGES = ("quiescing", "checking", "saving", "sealing", "freeing", "placing", "
 class Bare:
     """The switch of a session by the library's calls alone, behind the session's back."""
 
-    def __init__(self, library: Library, session: Session) -> None:
-        """Move the model and the context of ``session``; there and back, so that what it knows stays true."""
+    def __init__(self, library: Library, session: Session, room: int = _ROOM) -> None:
+        """Move the model and the context of ``session``; there and back, so that what it knows stays true.
+
+        The state may grow by ``room`` bytes.
+        """
         self._library = library
         self._engine = session._live.engine  # noqa: SLF001 - moved without its knowledge, which is the point
         self._path = os.fsencode(self._engine.model_path)
@@ -87,7 +90,7 @@ class Bare:
                 "ggml_log_callback", int(silent.cast("uintptr_t", silent.addressof(self._libc, "abs")))
             )
             self.n_bytes = int(lib.llama_state_get_size(self._engine.live_context.pointer))
-            self._buffer = np.ones(self.n_bytes + _ROOM, np.uint8)
+            self._buffer = np.ones(self.n_bytes + room, np.uint8)
             self._view = ffi.from_buffer("uint8_t[]", self._buffer)
 
     def switch(self, placement: Placement) -> Times:
@@ -102,6 +105,7 @@ class Bare:
             lib.llama_log_set(self._silent, ffi.NULL)
             laps, cpu = [perf_counter()], process_time()
             n_bytes = lib.llama_state_get_size(c_context)
+            self._refuse_larger(n_bytes)
             n = lib.llama_state_get_data(c_context, self._view, n_bytes)
             laps.append(perf_counter())
             lib.llama_free(c_context)
@@ -139,8 +143,14 @@ class Bare:
             self.stages.setdefault(name, []).append((end - start) * 1e3)
 
     def _saved(self, context: Context) -> int:
-        self.n_bytes = n = state_get(context, self._buffer[: state_size(context)].data)
+        size = state_size(context)
+        self._refuse_larger(size)
+        self.n_bytes = n = state_get(context, self._buffer[:size].data)
         return n
+
+    def _refuse_larger(self, n_bytes: int) -> None:
+        if n_bytes > self._buffer.size:
+            raise SystemExit(f"the state has grown to {n_bytes} bytes, and the buffer holds {self._buffer.size}")
 
 
 class BarePinned(Bare):

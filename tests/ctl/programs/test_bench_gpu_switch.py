@@ -77,12 +77,12 @@ def test_a_rehearsal_on_processors_has_every_row(tmp_path: Path, server: Path) -
     )  # fmt: skip
     body: dict[str, Any] = json.loads(done.stdout)
     rows = {(row["arm"], row["way"]): row for row in body["rows"]}
+    assert body["lost"] == {}
     for arm in arms:
         if arm.startswith("fresh"):
             assert body["fresh"][arm.removeprefix("fresh-")]["tps"]["median"] > 0
         else:
             assert {way for name, way in rows if name == arm} == set(WAYS), arm
-    assert body["lost"] == {}
     for row in rows.values():
         assert row["n"] == 1
         assert row["stages_ms"]["saving"] > 0
