@@ -6,7 +6,7 @@ import json
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import openai
@@ -383,7 +383,7 @@ def test_a_worker_killed_under_eight_streams_loses_none() -> None:
         faults = FaultFile(home.folder / "faults")
         file = faults.env["STUB_FAULTS_FILE"]
         with web(home, *stub_arguments(home.folder), "-np", "8", STUB_FAULTS_FILE=file) as server:
-            calm, got = _kill_under_eight(server, faults)
+            calm, got = _disturb_eight(server, faults, _kill, pace_us=50_000)
             n_restarts = server.get("/session").body["worker_restarts"]
     assert n_restarts == 1
     for one, other in zip(got, calm, strict=True):
@@ -391,8 +391,36 @@ def test_a_worker_killed_under_eight_streams_loses_none() -> None:
         assert _text(one) == _text(other)
 
 
-def _kill_under_eight(server: Web, faults: FaultFile) -> tuple[list[list[object]], list[list[object]]]:
-    """Run eight streams in peace, and again with their worker killed; give what came of both."""
+def test_a_switch_beside_under_eight_streams_pauses_them_once_and_loses_none() -> None:
+    """Eight streams over HTTP go on in a second worker, each complete, each as one that was never moved."""
+    outcomes: list[dict[str, object]] = []
+
+    def switch(server: Web) -> None:
+        outcomes.append(server.post("/split-mode", {"to": "tensor", "via": "beside"}).body)
+
+    with house() as home:
+        faults = FaultFile(home.folder / "faults")
+        file = faults.env["STUB_FAULTS_FILE"]
+        with web(home, *stub_arguments(home.folder), "-np", "8", STUB_FAULTS_FILE=file) as server:
+            server.post("/split-mode", {"to": "tensor", "dry_run": True})
+            calm, got = _disturb_eight(server, faults, switch, pace_us=150_000)
+            status = server.get("/session").body
+    assert [(one["status"], one["via"], one["n_sequences"]) for one in outcomes] == [("switched", "beside", 8)]
+    assert (status["effective"], status["worker_restarts"], status["recomputed"]) == ("tensor", 0, 0)
+    for one, other in zip(got, calm, strict=True):
+        assert one[-1] == "[DONE]"
+        assert _text(one) == _text(other)
+
+
+def _kill(server: Web) -> None:
+    for worker in server.host.below():
+        worker.kill()
+
+
+def _disturb_eight(
+    server: Web, faults: FaultFile, disturb: Callable[[Web], None], *, pace_us: int
+) -> tuple[list[list[object]], list[list[object]]]:
+    """Run eight streams in peace, and again with something done to their worker; give what came of both."""
     asked = [{"prompt": f"number {n}", "max_tokens": 60, "temperature": 0, "stream": True} for n in range(8)]
     calm = [events(server.post("/v1/completions", one).raw) for one in asked]
     got: list[list[object]] = [[] for _ in asked]
@@ -409,13 +437,12 @@ def _kill_under_eight(server: Web, faults: FaultFile) -> tuple[list[list[object]
         connection.close()
 
     readers = [threading.Thread(target=read, args=(index,)) for index in range(8)]
-    # Slow, so that none has ended when the worker is killed, on whatever machine.
-    faults.arm("pace:decode=50000")
+    # Slow, so that none has ended when it happens, on whatever machine.
+    faults.arm(f"pace:decode={pace_us}")
     for reader in readers:
         reader.start()
     begun.wait()
-    for worker in server.host.below():
-        worker.kill()
+    disturb(server)
     faults.clear()
     for reader in readers:
         reader.join()
