@@ -106,6 +106,7 @@ def test_it_opens_and_says_where(model: Path, library: Path, env: dict[str, str]
         assert opened.model["architecture"] == "llama"
         assert opened.model["n_vocab"] == 260
         assert opened.model["path"] == str(model)
+        assert {one["link_gb_s"] for one in opened.model["devices"]} == {None}
         assert worker.stages[0] == "loading"
         assert worker.close() == Result({})
 
