@@ -32,6 +32,7 @@ from typing import Any, Self
 from splitctl.errors import BadModelFile, FileChanged
 from splitctl.host_memory import host_memory
 from splitctl.model.facts import ModelFacts, read_facts
+from splitctl.model.gguf_bytes import Unfit, joined, with_output
 from splitctl.model.header import GgufHeader, read_header
 from splitctl.model.identity import FileIdentity
 
@@ -41,12 +42,7 @@ _MIB = 1 << 20
 _FORMAT = 1
 _SHARE = struct.Struct("<QQ")
 """At the end of the page: bytes that are filled, and all."""
-_U16 = 2
 _OUTPUT, _EMBEDDING = "output.weight", "token_embd.weight"
-
-
-class _Unfit(Exception):
-    """Why there can be no copy, in words."""
 
 
 @dataclass(slots=True)
@@ -198,7 +194,7 @@ class HostCopy:
                 self._fill.filled.set()
             else:
                 self._begin(files, n_threads or min(8, os.cpu_count() or 1), lock)
-        except (OSError, BadModelFile, FileChanged, _Unfit) as error:
+        except (OSError, BadModelFile, FileChanged, Unfit) as error:
             self._why = f"there is no copy of the weights: {error}"
 
     def look_again(self) -> None:
@@ -267,19 +263,19 @@ class HostCopy:
         headers = [read_header(one.path) for one in files]
         if [one.digest for one in headers] != [one.header_xxh3_128 for one in files]:
             raise FileChanged(files[0].path, "another model is in its place")
-        head, data_offset = _joined(headers)
-        size = data_offset + sum(one.file_bytes - one.data_offset for one in headers)
+        head = joined(headers, raw_header(headers[0]))
+        size = len(head) + sum(one.file_bytes - one.data_offset for one in headers)
         free, wanted = host_memory().available, _total(size)
         if free < 2 * wanted:
             text = f"it takes {wanted / _MIB:,.0f} MiB and as much shall stay free, the host has {free / _MIB:,.0f} MiB"
-            raise _Unfit(text)
+            raise Unfit(text)
         # Whatever lay there is of other files from here on.
         os.ftruncate(self._fd, 0)
         os.ftruncate(self._fd, wanted)
         os.pwrite(self._fd, head, 0)
         fill = self._lay_out(headers[0] if len(headers) == 1 else read_header(Path(self.path)))
         pieces: list[tuple[Path, int, int, int]] = []
-        at = data_offset
+        at = len(head)
         for one in headers:
             n_data = one.file_bytes - one.data_offset
             pieces += [
@@ -305,7 +301,7 @@ class HostCopy:
         if _EMBEDDING in self._places:
             self._places.setdefault(_OUTPUT, self._places[_EMBEDDING])
         self._image = os.memfd_create("splitctl-metadata", os.MFD_CLOEXEC)
-        image = _with_output(header, raw)
+        image = with_output(header, raw)
         os.ftruncate(self._image, len(image))
         os.pwrite(self._image, image, 0)
         block = mmap.mmap(self._fd, size, flags=mmap.MAP_SHARED, prot=prot)
@@ -313,6 +309,12 @@ class HostCopy:
             block.madvise(mmap.MADV_HUGEPAGE)
         self._n_bytes = size
         return _Fill(block)
+
+
+def raw_header(header: GgufHeader) -> bytes:
+    """Read a header as it stands in its file, with its padding."""
+    with header.path.open("rb", buffering=0) as file:
+        return os.pread(file.fileno(), header.data_offset, 0)
 
 
 def _total(size: int) -> int:
@@ -422,95 +424,3 @@ def _let_go(fill: _Fill) -> None:
     lock, fill.lock = fill.lock, -1
     if lock >= 0:
         os.close(lock)
-
-
-# ---- the bytes of a GGUF ----
-
-
-def _entry(name: str, dims: Sequence[int], type_id: int, offset: int) -> bytes:
-    """Write one entry of the tensor list."""
-    raw = name.encode()
-    return struct.pack(f"<Q{len(raw)}sI{len(dims)}QIQ", len(raw), raw, len(dims), *dims, type_id, offset)
-
-
-def _alignment(header: GgufHeader) -> int:
-    found = header.values.get("general.alignment", 32)
-    return found if isinstance(found, int) else 32
-
-
-def _padded(n_bytes: int, header: GgufHeader) -> int:
-    alignment = _alignment(header)
-    return -(-n_bytes // alignment) * alignment
-
-
-def _pairs_of(header: GgufHeader, raw: bytes) -> bytes:
-    """Cut the metadata out of a header as it stands in the file.
-
-    Raises:
-        _Unfit: the tensor list is not written as it was read.
-    """
-    listed = b"".join(_entry(one.name, one.dims, one.type_id, one.offset) for one in header.tensors)
-    start = header.header_bytes - len(listed)
-    if raw[start : header.header_bytes] != listed:
-        raise _Unfit("its list of tensors has names that are no text")
-    return raw[24:start]
-
-
-def _head(header: GgufHeader, pairs: bytes, listed: Sequence[bytes]) -> bytes:
-    """Write a header, padded to the start of the data."""
-    n_pairs = len({*header.values, *header.array_sizes})
-    head = struct.pack("<4sIQQ", b"GGUF", header.version, len(listed), n_pairs) + pairs + b"".join(listed)
-    return head + b"\0" * (_padded(len(head), header) - len(head))
-
-
-def _joined(headers: Sequence[GgufHeader]) -> tuple[bytes, int]:
-    """Write the header of all parts in one file; gives it and where its data begin.
-
-    Raises:
-        _Unfit: they cannot be joined.
-    """
-    first = headers[0]
-    with first.path.open("rb", buffering=0) as file:
-        raw = os.pread(file.fileno(), first.data_offset, 0)
-    if any(tensor.n_bytes is None for one in headers for tensor in one.tensors):
-        raise _Unfit("it has tensors of a type that is not known")
-    if len(headers) == 1:
-        return raw + b"\0" * (first.data_offset - len(raw)), first.data_offset
-    if {_alignment(one) for one in headers} != {_alignment(first)}:
-        raise _Unfit("its parts are aligned differently")
-    pairs = _alone(_pairs_of(first, raw))
-    listed, at = [], 0
-    for one in headers:
-        listed += [_entry(tensor.name, tensor.dims, tensor.type_id, at + tensor.offset) for tensor in one.tensors]
-        n_data = one.file_bytes - one.data_offset
-        if one is not headers[-1] and n_data != _padded(n_data, first):
-            raise _Unfit("the data of its parts do not follow each other")
-        at += n_data
-    head = _head(first, pairs, listed)
-    return head, len(head)
-
-
-def _alone(pairs: bytes) -> bytes:
-    """Let metadata of a first part say that there is no other."""
-    for key in (b"split.count", b"split.no"):
-        found = struct.pack(f"<Q{len(key)}sI", len(key), key, _U16)
-        at = pairs.find(found)
-        if at >= 0:
-            pairs = pairs[: at + len(found)] + b"\0\0" + pairs[at + len(found) + 2 :]
-        elif key == b"split.count":
-            raise _Unfit("it says in an unknown way how many parts it has")
-    return pairs
-
-
-def _with_output(header: GgufHeader, raw: bytes) -> bytes:
-    """Write the metadata for a model whose data the caller gives: a tied output gets the embedding's type."""
-    named = {one.name: one for one in header.tensors}
-    listed, at = [], 0
-    tensors = list(header.tensors)
-    if _OUTPUT not in named and _EMBEDDING in named:
-        tensors.append(named[_EMBEDDING])
-    for index, one in enumerate(tensors):
-        name = _OUTPUT if index == len(header.tensors) else one.name
-        listed.append(_entry(name, one.dims, one.type_id, at))
-        at += _padded(one.n_bytes or 0, header)
-    return _head(header, _pairs_of(header, raw), listed)

@@ -7,6 +7,7 @@ several, after a prompt and after a restore; logits that are silently wrong; a s
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ from splitctl.probing.computing import (
     state_of,
     why_failed,
 )
+from splitctl.probing.short_model import short_model
 from splitctl.probing.verdicts import ProbeVerdict, Verdict
 
 #: A trial needs no more context than this [tokens].
@@ -163,20 +165,38 @@ def try_copy(
     Raises:
         ProbeCancelled: `is_cancelled` said so.
     """
+    if not library.has("model-from-memory"):
+        return ProbeVerdict(Verdict.FAILS, "it cannot make models from metadata")
+    where = _shrunk(placement)
+    on_stage("reference")
+    short = short_model(Path(model_path), placement)
+    try:
+        # What cannot be compared with a few layers may be with all of them.
+        if short is not None:
+            found = _compared(library, f"/proc/self/fd/{short}", where, on_stage, is_cancelled)
+            if found.verdict is not Verdict.INCONCLUSIVE:
+                return found
+        return _compared(library, model_path, where, on_stage, is_cancelled)
+    finally:
+        if short is not None:
+            os.close(short)
+
+
+def _compared(
+    library: Library, path: str, where: Placement, on_stage: Callable[[str], None], is_cancelled: Callable[[], bool]
+) -> ProbeVerdict:
+    """Compare a load of the file with one from memory."""
 
     def stage(name: str) -> bool:
         on_stage(name)
         return not is_cancelled()
 
-    if not library.has("model-from-memory"):
-        return ProbeVerdict(Verdict.FAILS, "it cannot make models from metadata")
-    where = _shrunk(placement)
-    copy = HostCopy.of_file(Path(model_path))
+    copy = HostCopy.of_file(Path(path))
     try:
         if copy.why:
             return ProbeVerdict(Verdict.INCONCLUSIVE, copy.why)
         params = model_params(where)
-        with Model.load(library, model_path, params, progress=lambda _: stage("reference")) as model:
+        with Model.load(library, path, params, progress=lambda _: stage("reference")) as model:
             embeddings, wanted = _reference(model, where)
         weights = Weights(copy.metadata_path, copy.data, copy.places)
         loading = load_user_model(library, weights, params, progress=lambda _: stage("target: loading"))
