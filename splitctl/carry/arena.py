@@ -57,17 +57,19 @@ class Block:
         mapped: the mapping.
         n_bytes: those from its start that have been touched.
         pin: what keeps all of them pinned; None: they are not.
-        why: why they are not, in one sentence; empty where nothing would gain.
+        why: why they are not, in one sentence; empty where nothing would gain, or nobody has tried.
+        is_tried: whether somebody has tried to pin them.
     """
 
     mapped: mmap.mmap
     n_bytes: int = 0
     pin: Pinned | None = None
     why: str = ""
+    is_tried: bool = False
 
     def unpin(self, why: str = "") -> None:
         """Let it be ordinary memory, before it grows or goes away; no device may copy meanwhile."""
-        pin, self.pin, self.why = self.pin, None, why
+        pin, self.pin, self.why, self.is_tried = self.pin, None, why, False
         if pin is not None:
             pin.release()
 
@@ -99,6 +101,12 @@ class Arena:
         return 0 if self._block is None else self._block.n_bytes
 
     @property
+    def n_ready(self) -> int:
+        """Bytes held that are pinned, or cannot be, or need not: memory that was pinned would be no better."""
+        block = self._block
+        return 0 if block is None or (self.pinner is not None and not block.is_tried) else block.n_bytes
+
+    @property
     def n_file_bytes(self) -> int:
         """Bytes of the memory file, whoever made them; 0 without one."""
         return 0 if self._fd is None else os.fstat(self._fd).st_size
@@ -107,9 +115,10 @@ class Arena:
     def pinned(self) -> tuple[bool | None, str]:
         """Whether what is held is pinned, None where nothing would gain; and why it is not, in one sentence."""
         block = self._block
-        if block is None or block.pin is None:
-            why = "" if block is None else block.why
-            return (False, why) if why else (None, "")
+        if block is None or self.pinner is None:
+            return (None, "")
+        if block.pin is None:
+            return (False, block.why or "it was not ready: the memory was made before a device could gain by it")
         return (True, "") if block.pin.is_held else (False, "what was pinned was undone when the device was reset")
 
     def reserve(self, n_bytes: int) -> None:
@@ -153,6 +162,7 @@ class Arena:
         if self.pinner is not None:
             found = self.pinner(memoryview(block.mapped)[:size])
             block.pin, block.why = (None, found) if isinstance(found, str) else (found, "")
+            block.is_tried = True
         return block
 
     def take(self, block: Block) -> Block | None:
@@ -162,7 +172,7 @@ class Arena:
             The other one, if there is one, to be unpinned while no device copies, and dropped.
         """
         old = self._block
-        is_better = old is None or (block.n_bytes, block.pin is not None) > (old.n_bytes, old.pin is not None)
+        is_better = old is None or (block.n_bytes, block.is_tried) > (old.n_bytes, old.is_tried)
         self._block, other = (block, old) if is_better else (old, block)
         return other
 
@@ -242,9 +252,9 @@ class Arenas:
         return bool(self._made or self._left)
 
     def n_ahead(self, index: int) -> int:
-        """Say how many bytes an arena holds, or will once what was made for it is taken. Thread: any."""
+        """Say how many bytes of an arena are ready, or will be once what was made for it is taken. Thread: any."""
         made = self._made.get(index)
-        return max(self.both[index].n_bytes, 0 if made is None else made.n_bytes)
+        return max(self.both[index].n_ready, 0 if made is None else made.n_bytes)
 
     def offer(self, index: int, block: Block) -> None:
         """Have a block that was made ahead, for the next :meth:`take_made`. Thread: any."""

@@ -6,6 +6,7 @@ To touch and pin a gigabyte takes as long as to copy it, and no switch shall wai
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from splitctl.host_memory import host_memory
@@ -62,22 +63,25 @@ class Growth:
             return wanted
 
     def _work(self) -> None:
-        while (wanted := self._next()) is not None:
-            n_bytes, n_arenas = wanted
-            try:
-                self._make(n_bytes, n_arenas)
-            except OSError:
-                # The switch that needs the memory tries once more, and says what it lacks.
-                continue
+        try:
+            while (wanted := self._next()) is not None:
+                # Where it fails, the switch that needs the memory tries once more, and says what it lacks.
+                with suppress(OSError):
+                    self._make(*wanted)
+        finally:
+            with self._lock:
+                if self._thread is threading.current_thread():
+                    self._thread = None
 
     def _make(self, n_bytes: int, n_arenas: int) -> None:
         arenas = self._arenas
         small = [index for index in range(n_arenas) if arenas.n_ahead(index) < n_bytes]
+        sizes = {index: max(n_bytes, arenas.both[index].n_bytes) for index in small}
         # What a memory file holds already, this process or another has taken.
-        new = sum(max(n_bytes - arenas.both[index].n_file_bytes, 0) for index in small)
+        new = sum(max(size - arenas.both[index].n_file_bytes, 0) for index, size in sizes.items())
         if new and host_memory().available <= 2 * new:
             return
-        for index in small:
-            block = arenas.both[index].ahead(n_bytes, lambda: not self._is_closed)
+        for index, size in sizes.items():
+            block = arenas.both[index].ahead(size, lambda: not self._is_closed)
             if block is not None:
                 arenas.offer(index, block)

@@ -100,6 +100,33 @@ def test_memory_that_another_process_has_taken_is_mapped_and_pinned(monkeypatch:
             os.close(fd)
 
 
+def test_memory_that_was_made_before_a_device_could_gain_by_it_is_made_again() -> None:
+    """A session that moves from processors to GPUs gets pinned memory, no less than it had."""
+    arenas, pins = Arenas(), FakePins()
+    arenas.both[0].reserve(4 * MIB)
+    assert arenas.both[0].pinned == (None, "")
+    arenas.both[0].pinner = pins
+    is_pinned, why = arenas.both[0].pinned
+    assert (is_pinned, "was not ready" in why) == (False, True)
+    grower = Growth(arenas)
+    grower.want(2 * MIB, 1)
+    grower.wait()
+    assert (_grown(arenas)[0], arenas.both[0].pinned) == (4, (True, ""))
+
+
+def test_what_cannot_be_pinned_is_tried_once() -> None:
+    """The same memory would be made again and again."""
+    arenas, pins = Arenas(), FakePins(refusal="no driver")
+    arenas.both[0].pinner = pins
+    grower = Growth(arenas)
+    grower.want(2 * MIB, 1)
+    grower.wait()
+    arenas.catch_up()
+    grower.want(2 * MIB, 1)
+    assert grower._thread is None
+    assert arenas.both[0].pinned == (False, "no driver")
+
+
 def test_memory_that_cannot_be_had_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The switch that needs it says so; a later wish is tried again."""
 
