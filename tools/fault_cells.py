@@ -369,12 +369,8 @@ def real_beside_cells() -> list[Cell]:
 
 
 def few_real_beside_cells() -> list[Cell]:
-    """Give three of them: the second worker while it loads and while it restores, the first when it has sealed."""
-    wanted = {
-        ("second.placing", Kind.STOPPED, 4),
-        ("second.restoring", Kind.KILLED, 1),
-        ("first.restoring", Kind.KILLED, 4),
-    }
+    """Give two of them: the second worker while it restores, the first when it has sealed."""
+    wanted = {("second.restoring", Kind.KILLED, 1), ("first.restoring", Kind.KILLED, 4)}
     return [
         cell
         for cell in real_beside_cells()

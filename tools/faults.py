@@ -101,7 +101,7 @@ def real_setup(folder: Path, library: Path, model: Path) -> Setup:
     """Give the setup of a real library."""
     prompts = tuple(tuple(tokens) for tokens in greedy_gaps.tokenize(library, model, _REAL_PROMPTS))
     devices = ("CPU", "CPU")
-    return Setup(library, model, devices, prompts, 16, 1024, folder, REAL_DEADLINE_S, is_exact=False, n_beside=200)
+    return Setup(library, model, devices, prompts, 16, 1024, folder, REAL_DEADLINE_S, is_exact=False, n_beside=120)
 
 
 async def play_all(setup: Setup, table: Sequence[Cell], *, jobs: int, quiet: bool) -> Tally:

@@ -48,7 +48,8 @@ def status_lines(status: dict[str, Any]) -> Iterator[str]:
     """Say for people how a session is."""
     state = str(status.get("state"))
     mode = f" in {status['effective']} mode" if status.get("effective") and state != "parked" else ""
-    yield f"{status.get('name')}: {state}{mode} (pid {status.get('pid')}, worker {status.get('worker_pid')})"
+    second = f", second worker {status['standby_pid']}" if status.get("standby_pid") else ""
+    yield f"{status.get('name')}: {state}{mode} (pid {status.get('pid')}, worker {status.get('worker_pid')}{second})"
     if "error" in status:
         yield f"  {one_line(status['error']['message'])}"
         return

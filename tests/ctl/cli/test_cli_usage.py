@@ -395,6 +395,13 @@ def test_a_status_names_the_tier_of_its_weights() -> None:
         assert f"  weights      pinned{words}" in told
 
 
+def test_a_status_names_a_second_worker_while_there_is_one() -> None:
+    """Both processes of a switch beside are shown, and one where nothing is switched."""
+    status: dict[str, Any] = {"name": "a", "state": "switching", "pid": 1, "worker_pid": 2, "error": {"message": "x"}}
+    assert next(status_lines({**status, "standby_pid": 3})) == "a: switching (pid 1, worker 2, second worker 3)"
+    assert next(status_lines({**status, "standby_pid": None})) == "a: switching (pid 1, worker 2)"
+
+
 class _Taken(Exception):
     """Ends a command where it would begin its work, with what it would work on."""
 

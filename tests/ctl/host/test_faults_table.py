@@ -104,7 +104,7 @@ def test_both_workers_of_a_switch_beside_meet_every_fault_at_every_step() -> Non
     assert {cell.kind for cell in few} == set(ONCE)
     assert {(cell.start, cell.target) for cell in few} == set(WAYS)
     assert {cell.n_streams for cell in few} == {1, 4}
-    assert len(few_real_beside_cells()) == 3
+    assert len(few_real_beside_cells()) == 2
     assert {cell.kind for cell in real_beside_cells()} == set(BY_SIGNAL)
 
 
