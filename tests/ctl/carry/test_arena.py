@@ -168,6 +168,8 @@ def test_larger_memory_replaces_the_pinned_one_which_is_let_go(pinned_arena: tup
     assert not pins.holds(old)
     assert pins.holds(arena.view(2 * HUGE_PAGE))
     assert bytes(old) == b"state"
+    if arena.n_file_bytes:
+        assert bytes(arena.view(5)) == b"state"
 
 
 def test_what_grows_during_a_switch_is_not_pinned_and_says_so(pinned_arena: tuple[Arena, FakePins]) -> None:
