@@ -265,7 +265,8 @@ class HostCopy:
             raise FileChanged(files[0].path, "another model is in its place")
         head = joined(headers, raw_header(headers[0]))
         size = len(head) + sum(one.file_bytes - one.data_offset for one in headers)
-        free, wanted = host_memory().available, _total(size)
+        # What lies there of others, or half of this, is given back first.
+        free, wanted = host_memory().available + os.fstat(self._fd).st_blocks * 512, _total(size)
         if free < 2 * wanted:
             text = f"it takes {wanted / _MIB:,.0f} MiB and as much shall stay free, the host has {free / _MIB:,.0f} MiB"
             raise Unfit(text)
