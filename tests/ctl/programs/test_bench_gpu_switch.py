@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 import xml.etree.ElementTree as ET
@@ -286,6 +287,29 @@ def test_the_page_of_speeds_is_drawn_from_its_numbers() -> None:
         assert (bench_gpu_told.DOCS / name).read_text(encoding="utf-8") == text, name
         if name.endswith(".svg"):
             assert ET.fromstring(text).tag.endswith("svg")  # noqa: S314 - drawn a moment ago
+
+
+def test_a_run_takes_the_place_of_an_older_one_of_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its numbers, its table and its picture are those of the page then, and other models keep theirs."""
+    for name in ("speed.json", "speed.md"):
+        shutil.copy(bench_gpu_told.DOCS / name, tmp_path / name)
+    monkeypatch.setattr(bench_gpu_told, "DOCS", tmp_path)
+    (old,) = (run for run in json.loads((tmp_path / "speed.json").read_text(encoding="utf-8")) if run["model"] == "8b")
+    row = old["rows"][0] | {"arm": "pinned", "total_ms": {"median": 1234.0, "min": 1200.0, "max": 1300.0}}
+    results = []
+    for model in ("8b", "moe"):
+        results.append(tmp_path / f"{model}.run")
+        results[-1].write_text(json.dumps(old | {"model": model, "rows": [row]}), encoding="utf-8")
+        assert bench_gpu_switch.main(["--from", str(results[-1]), "--docs"]) == 1  # something was not measured
+    page = (tmp_path / "speed.md").read_text(encoding="utf-8")
+    assert page.count("| pinned | layer to tensor | 1,234 (1,200 to 1,300) |") == 2
+    assert "pinned by hand |" not in page
+    assert "(speed-8b.svg)" in page
+    assert "(speed-moe.svg)" in page
+    assert "1,234</text>" in (tmp_path / "speed-moe.svg").read_text(encoding="utf-8")
+    assert capsys.readouterr().out == ""
 
 
 def test_numbers_of_the_page_say_where_they_are_from() -> None:
