@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,18 @@ import numpy as np
 import pytest
 
 from llama_native import Library
+from llama_native.user_model import TensorSlot
 from splitctl import FileChanged, Placement, SamplerSpec, Session, SplitMode, Stage, SwitchStatus
 from splitctl.carry import file as carries
 from splitctl.engine.host_copy import HostCopy
 from splitctl.ipc.probes import Prober
 from splitctl.model.facts import read_facts
+from splitctl.model.header import read_header
 from splitctl.outcome import WeightsTier
-from tests.real.conftest import PROMPT, SEEDED, SMALL_PROMPT, Opener, base
+from tests.real.conftest import PROMPT, RPC, SEEDED, SMALL_PROMPT, Opener, base
+from tools.gguf_out import write_gguf
+from tools.make_dummies import make_many, recipes, to_metadata
+from tools.places import default_folder
 
 GREEDY = SamplerSpec(temp=0.0)
 OTHER_SHARES = {"tensor_split": (0.2, 0.8)}
@@ -303,6 +309,8 @@ def test_a_build_is_compared_with_itself_in_a_child(
     prober: Prober, library: Library, smollm2: Path, other_mode: SplitMode, mode: SplitMode
 ) -> None:
     """To the bit; the verdict is remembered, and says of an old build that it cannot."""
+    if RPC:
+        pytest.skip("a server that serves this process answers no child")
     if mode is SplitMode.TENSOR and other_mode is not mode:
         pytest.skip("this build's tensor mode does not work on the devices under test")
     facts = read_facts(smollm2)
@@ -311,3 +319,40 @@ def test_a_build_is_compared_with_itself_in_a_child(
     why = prober.why_no_copy(base(mode=mode), facts)
     assert why == prober.why_no_copy(base(mode=mode), facts, known_only=True)
     assert (why == "") == library.has("model-from-memory"), why
+
+
+def _with_fused_projections(path: Path) -> Path:
+    """A Phi-3 as its files are: queries, keys and values of a layer in one tensor, which models from metadata lack."""
+    ((_, made, why),) = make_many(default_folder(), ["phi3"])
+    assert made is not None, why
+    header, raw = read_header(made), made.read_bytes()
+    slots: dict[str, TensorSlot] = {}
+    data: dict[str, bytes] = {}
+    for one in header.tensors:
+        if re.search(r"attn_[qkv]\..*scale", one.name):
+            continue
+        start = header.data_offset + one.offset
+        body, dims = raw[start : start + (one.n_bytes or 0)], one.dims
+        name = re.sub(r"attn_[qkv]\.", "attn_qkv.", one.name)
+        if before := slots.get(name):
+            body, dims = data[name] + body, (*dims[:-1], before.dims[-1] + dims[-1])
+        slots[name], data[name] = TensorSlot(name, dims, one.type_id, len(body)), body
+    write_gguf(path, to_metadata(recipes()["phi3"]), list(slots.values()), data.values())
+    return path
+
+
+def test_a_model_that_cannot_be_made_from_the_copy_is_refused_by_name(
+    library: Library, prober: Prober, tmp_path: Path
+) -> None:
+    """The child says which tensor is wanted; the switch uses the file, says so, and goes on as without a copy."""
+    if not library.has("model-from-memory") or RPC:
+        pytest.skip("this build makes no models from metadata, or its servers answer no child")
+    path = _with_fused_projections(tmp_path / "phi3.gguf")
+    with Session.open(path, base(), library=library, prober=prober, weights=WeightsTier.PINNED) as session:
+        _filled(session).prefill(SMALL_PROMPT)
+        outcome = session.switch(session.placement.changed(**OTHER_SHARES))
+        assert (outcome.status, outcome.weights) == (SwitchStatus.SWITCHED, WeightsTier.FILE)
+        assert outcome.weights_reason.startswith(
+            "phi3 in layer mode from the copy of the weights is refused with this build: this build wants blk.0.attn_q."
+        )
+        assert len(_ids(session, 3, GREEDY)) == 3
