@@ -352,16 +352,16 @@ class _Client:
         self._supervisor = supervisor
         self._request = request
         self._stream: Stream | None = None
-        self._is_over = False
+        self._over = asyncio.Event()
         self.at: list[float] = []
         self._came = asyncio.Event()
         self._done: Done | None = None
 
     async def read(self) -> None:
         """Read until it is stopped, or an answer fails; made-up weights may end one at any token."""
-        while not self._is_over and self._done is None:
+        while not self._over.is_set() and self._done is None:
             self._stream = await self._supervisor.generate(self._request)
-            if self._is_over:
+            if self._over.is_set():
                 self._stream.cancel()
             async for event in self._stream:
                 match event:
@@ -373,7 +373,7 @@ class _Client:
 
     def stop(self) -> None:
         """Let the answer end, and ask for no other."""
-        self._is_over = True
+        self._over.set()
         if self._stream is not None:
             self._stream.cancel()
 
