@@ -12,7 +12,7 @@ import threading
 import xxhash
 
 CHUNK_BYTES = 16 << 20
-_MAX_THREADS = 8
+_MAX_THREADS = 16
 
 
 class Digest:
@@ -26,7 +26,7 @@ class Digest:
 
         Args:
             view: the bytes.
-            n_threads: threads at most, beside the caller's; None: one a core, and no more than 8.
+            n_threads: threads at most, beside the caller's; None: one a core, and no more than 16.
         """
         self._chunks = [view[at : at + CHUNK_BYTES] for at in range(0, len(view), CHUNK_BYTES)] or [view]
         self._digests: list[bytes] = [b""] * len(self._chunks)
