@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from llama_native import NativeError
 from splitctl.engine.weights import Chosen, Seen, choose, saves_ms
+from splitctl.errors import SplitctlError
 from splitctl.outcome import WeightsTier
 from splitctl.planning.cost import PINNED_MS_PER_TOKEN
 
@@ -35,7 +37,16 @@ class Tiers:
         self._why_no_copy = why_no_copy
 
     def choose(self, live: LiveSession, target: Placement) -> tuple[Chosen, bool]:
-        """Choose the tier for a target, and tell whether the devices were asked for their memory."""
+        """Choose the tier for a target, and tell whether the devices were asked for their memory.
+
+        What goes wrong over it costs the tier and not the switch.
+        """
+        try:
+            return self._choose(live, target)
+        except (NativeError, SplitctlError, OSError) as error:
+            return Chosen(WeightsTier.FILE, f"the tier could not be chosen: {error}"), True
+
+    def _choose(self, live: LiveSession, target: Placement) -> tuple[Chosen, bool]:
         engine = live.engine
         asked, beside, has_asked = engine.weights, "", False
         if asked in {WeightsTier.RESIDENT, WeightsTier.AUTO} and not engine.keeps(target):

@@ -101,6 +101,22 @@ def test_two_placements_that_do_not_fit_at_once_are_loaded_one_after_the_other(
     assert not session._live.engine._kept
 
 
+def test_a_question_that_fails_costs_the_tier_and_not_the_switch(
+    open_small: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The outcome says what went wrong, and the file is loaded."""
+    session = open_small(weights=WeightsTier.RESIDENT)
+    session.prefill(SMALL_PROMPT)
+
+    def fails(_now: Placement, _target: Placement) -> str:
+        raise OSError("no such memory")
+
+    monkeypatch.setattr(session._checker._tiers, "_beside", fails)
+    outcome = session.switch(session.placement.changed(**OTHER_SHARES))
+    assert (outcome.status, outcome.weights) == (SwitchStatus.SWITCHED, WeightsTier.FILE)
+    assert outcome.weights_reason == "the tier could not be chosen: no such memory"
+
+
 @pytest.mark.parametrize("stage", [Stage.PLACING, Stage.BUILDING, Stage.RESTORING, Stage.PROVING])
 def test_a_cancel_finds_the_old_placement_still_there(open_small: Opener, stage: Stage) -> None:
     """Nothing is loaded on the way back, and the session goes on as if nobody had asked."""
