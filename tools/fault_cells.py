@@ -106,9 +106,11 @@ class Cell:
 
     @property
     def may_fail_at(self) -> frozenset[str]:
-        """The stages of which the outcome names one: a worker that is stopped is missed when the switch needs it."""
-        later = {"building", "trial", "quiescing"} if (self.stage, self.kind) == ("first.placing", Kind.STOPPED) else ()
-        return frozenset({self.failed_at, *later})
+        """The stages of which the outcome names one: some of what happens is noticed a little later."""
+        if (self.stage, self.kind) == ("first.placing", Kind.STOPPED):
+            return frozenset({"placing", "building", "trial", "quiescing"})
+        # The other one may have begun by then.
+        return frozenset({"sealing", "restoring", "proving"} if self.stage == "first.handed" else {self.failed_at})
 
     @property
     def is_worker_lost(self) -> bool:
@@ -299,7 +301,7 @@ def few_pinned_cells() -> list[Cell]:
 
 BESIDE_STAGES = (
     *("second.placing", "second.building", "second.warm-up", "second.restoring", "second.proving", "second.first-step"),
-    *("first.placing", "first.saving", "first.sealing", "first.restoring", "first.swapped"),
+    *("first.placing", "first.saving", "first.sealing", "first.handed", "first.swapped"),
 )
 """Who it strikes, and at which step of the switch: the first worker meets what the second is at, too."""
 
@@ -370,7 +372,7 @@ def real_beside_cells() -> list[Cell]:
 
 def few_real_beside_cells() -> list[Cell]:
     """Give two of them: the second worker while it restores, the first when it has sealed."""
-    wanted = {("second.restoring", Kind.KILLED, 1), ("first.restoring", Kind.KILLED, 4)}
+    wanted = {("second.restoring", Kind.KILLED, 1), ("first.handed", Kind.KILLED, 4)}
     return [
         cell
         for cell in real_beside_cells()
@@ -398,9 +400,9 @@ def _beside_cell(stage: str, kind: Kind, start: str, target: str, n_streams: int
         return cell(f"{call}:{_ACTIONS[kind]}:{mode}@{turn}", lost)
     if kind is Kind.HANGS:
         return cell("", why_not=_NO_CALL if stage == "first.sealing" else _FROM_OUTSIDE)
-    if stage == "first.sealing":
-        return cell(f"at-sealing:{_ACTIONS[kind]}@1", lost)
-    if stage == "first.swapped" or (stage == "first.restoring" and kind is Kind.STOPPED):
-        # It has given all that it had, and nobody waits for it.
-        return cell("", End.SWITCHED, by=_SIGNALS[kind])
-    return cell("", lost, by=_SIGNALS[kind])
+    # Of a worker that has given all that it had nobody waits for a word.
+    is_unseen = stage == "first.swapped" or (stage == "first.handed" and kind is Kind.STOPPED)
+    end = End.SWITCHED if is_unseen else lost
+    if stage in {"first.sealing", "first.handed"}:
+        return cell(f"at-{stage.partition('.')[2]}:{_ACTIONS[kind]}@1", end)
+    return cell("", end, by=_SIGNALS[kind])

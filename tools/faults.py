@@ -97,11 +97,13 @@ def stub_setup(folder: Path) -> Setup:
     return Setup(build(), model, ("STUB0", "STUB1"), prompts, 100, 1024, folder, STUB_DEADLINE_S, env, beside_pace=slow)
 
 
-def real_setup(folder: Path, library: Path, model: Path) -> Setup:
-    """Give the setup of a real library."""
+def real_setup(folder: Path, library: Path, model: Path, devices: tuple[str, str], n_beside: int) -> Setup:
+    """Give the setup of a real library; streams draw ``n_beside`` tokens where a second worker starts meanwhile."""
     prompts = tuple(tuple(tokens) for tokens in greedy_gaps.tokenize(library, model, _REAL_PROMPTS))
-    devices = ("CPU", "CPU")
-    return Setup(library, model, devices, prompts, 16, 1024, folder, REAL_DEADLINE_S, is_exact=False, n_beside=120)
+    n_ctx = max(1024, len(prompts) * (n_beside + 64))
+    return Setup(
+        library, model, devices, prompts, 16, n_ctx, folder, REAL_DEADLINE_S, is_exact=False, n_beside=n_beside
+    )
 
 
 async def play_all(setup: Setup, table: Sequence[Cell], *, jobs: int, quiet: bool) -> Tally:
@@ -191,6 +193,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="cells at the same time (default: 2)")
     parser.add_argument("--lib", type=Path, help="the libllama of --real (default: the first usable one)")
     parser.add_argument("--model", type=Path, help="the GGUF of --real (default: SmolLM2 in the user's cache)")
+    parser.add_argument("--device", default="CPU,CPU", help="the two devices of --real (default: CPU,CPU)")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=120,
+        help="tokens of a stream of --real while a second worker starts, which takes seconds (default: 120)",
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress")
     options = parser.parse_args(arguments)
     if options.few:
@@ -213,7 +222,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     n_fds = n_open()
     with tempfile.TemporaryDirectory() as folder:
         if options.real:
-            setup = real_setup(Path(folder), usable_library(options.lib), options.model or small_model())
+            library, model = usable_library(options.lib), options.model or small_model()
+            first, _, second = options.device.partition(",")
+            setup = real_setup(Path(folder), library, model, (first, second or first), options.tokens)
         else:
             setup = stub_setup(Path(folder))
         tally = asyncio.run(play_all(setup, table, jobs=options.jobs, quiet=options.quiet))

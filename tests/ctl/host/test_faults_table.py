@@ -93,7 +93,7 @@ def test_both_workers_of_a_switch_beside_meet_every_fault_at_every_step() -> Non
     )
     assert all(bool(cell.items or cell.signal) is not bool(cell.why_not) for cell in table)
     left_out = {(cell.stage, cell.kind) for cell in table if cell.why_not}
-    outside = ("first.placing", "first.restoring", "first.swapped")
+    outside = ("first.placing", "first.handed", "first.swapped")
     assert left_out == {
         *((stage, kind) for stage in outside for kind in (Kind.FAILS, Kind.HANGS, Kind.DAMAGED)),
         *(("first.sealing", kind) for kind in (Kind.FAILS, Kind.HANGS)),

@@ -2,7 +2,8 @@
 
 A worker whose PYTHONPATH begins with this folder runs this file first. Its ``os.write`` then reads what it tells the
 supervisor: with an item ``at-STAGE:ACTION[@1]`` in the file of faults (control.c has its rules) it does ACTION right
-after it has told of STAGE: abort, kill or stop. ``at-trial`` is when it has told that the switch is done.
+after it has told of STAGE: abort, kill or stop. ``at-trial`` is when it has told that the switch is done, and
+``at-handed`` when it has told that the session is sealed for another worker.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from typing import Any
 _really_write = os.write
 _STAGE = re.compile(rb'"kind":"stagereached",.*"stage":"([a-z_]+)","share":0(?:\.0)?[,}]')
 _SWITCHED = re.compile(rb'"kind":"switched",.*"status":"switched"')
+_HANDED = re.compile(rb'"kind":"handedover"')
 _LONGEST = 1 << 16
 
 
 def _reached(line: bytes) -> str:
     stage = _STAGE.search(line)
-    return stage[1].decode() if stage else "trial" if _SWITCHED.search(line) else ""
+    if stage:
+        return stage[1].decode()
+    return "trial" if _SWITCHED.search(line) else "handed" if _HANDED.search(line) else ""
 
 
 def _claim(mark: Path, *, once: bool) -> bool:
