@@ -41,7 +41,9 @@ N_SEVERAL = 5
 #: Longer than the sliding window of every recipe (32 tokens).
 N_LONG = 40
 N_SHORT = 12
-_DEVICES = ("CPU", "CPU")
+DEVICES_NAME = "SPLITCTL_SWEEP_DEVICES"
+"""In the environment of the children: names of the devices, with commas between them."""
+_DEVICES = tuple(os.environ.get(DEVICES_NAME, "CPU,CPU").split(","))
 _N_ROUNDS = 2
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -55,7 +57,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "none": {"mode": SplitMode.NONE},
     "layer": {"mode": SplitMode.LAYER},
     "tensor": {"mode": SplitMode.TENSOR},
-    "layer-1,3": {"mode": SplitMode.LAYER, "tensor_split": (1.0, 3.0)},
+    "layer-1,3": {"mode": SplitMode.LAYER, "tensor_split": (1.0, 3.0, *[1.0] * (len(_DEVICES) - 2))},
 }
 
 #: Every ordered pair of the three modes, and from one layer split to another.

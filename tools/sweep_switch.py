@@ -1,6 +1,7 @@
 """Switch models of many architectures between every pair of modes, and compare each with a context that never switched.
 
     python -m tools.sweep_switch [--json] [--all | -k NAME ...] [--jobs N] [--lib PATH] [--weights file|pinned|resident]
+                                 [--devices NAME,NAME]
 
 A cell is one model, one layout of sequences (one; four in one buffer; four with a stream each) and one ordered pair of
 modes. It checks: the state's bytes, the carried logits, positions, tokens and samplers are what they were; a round trip
@@ -19,6 +20,7 @@ Exit code 0: nothing failed and something passed.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,7 +29,7 @@ from typing import Any
 from splitctl.outcome import WeightsTier
 from tools import sweeping
 from tools.children import run_child
-from tools.sweep_cells import all_cells
+from tools.sweep_cells import DEVICES_NAME, all_cells
 
 CELLS = "tools.sweep_cells"
 #: Longest time that one model's cells may take [seconds]; a hang is a failure too.
@@ -105,7 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=WeightsTier.FILE.value,
         help="where switches take the weights from (default: file)",
     )
-    weights = own.parse_known_args(arguments)[0].weights
+    own.add_argument("--devices", default="CPU,CPU", help="names of the devices (default: CPU,CPU)")
+    asked = own.parse_known_args(arguments)[0]
+    weights, os.environ[DEVICES_NAME] = asked.weights, asked.devices
 
     def cells_of(name: str, path: Path, library: Path, folder: Path) -> Iterator[dict[str, Any]]:
         return ModelSweep(path, library, folder / f"{name}-verdicts.json", weights).cells(cells)
