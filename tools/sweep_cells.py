@@ -415,7 +415,7 @@ def main(arguments: Sequence[str]) -> int:
         Exit code 0, unless the process dies.
     """
     job = json.loads(arguments[0])
-    library = Library.open(job["library"])
+    library = Library.open(job["library"], env=os.environ)
     path = Path(job["path"])
     if "place" in job:
         control(library, path, job["place"], job["layout"])

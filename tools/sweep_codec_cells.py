@@ -365,7 +365,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     job = json.loads(arguments[0])
     say(stage="loading")
-    library = Library.open(job["library"])
+    library = Library.open(job["library"], env=os.environ)
     try:
         model = Model.load(library, os.fspath(job["path"]), model_params(codec_placement(settings()[0])))
     except NativeError as error:
