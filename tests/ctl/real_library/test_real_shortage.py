@@ -20,6 +20,7 @@ from splitctl.carry.sampling import SamplerSpec
 from splitctl.control.client import ask
 from splitctl.control.requests import GenerateRequest, StatusRequest, SwitchRequest
 from splitctl.control.sockets import Address
+from splitctl.outcome import Route
 from splitctl.placement import Changes, SplitMode
 from tools.make_dummies import make_big
 from tools.places import default_folder
@@ -141,7 +142,7 @@ def test_a_shortage_of_memory_leaves_the_session_where_it_was(library: Path, tmp
         wanted = Reader(host, prompt, 40)
         wanted.start().join()
         layer = host.worker_peak()
-        code, outcome = host.switch("--to", "tensor")
+        code, outcome = host.switch("--to", "tensor", "--via", "in-place")
         assert (code, outcome["status"]) == (0, "switched")
         tensor = host.worker_peak()
     assert len(wanted.got) == 40
@@ -153,7 +154,7 @@ def test_a_shortage_of_memory_leaves_the_session_where_it_was(library: Path, tmp
         thread = reader.start()
         reader.has_some.wait()
         # A try in a child would meet the same shortage, and refuse.
-        code, outcome = host.switch("--to", "tensor", "--force")
+        code, outcome = host.switch("--to", "tensor", "--force", "--via", "in-place")
         thread.join()
         after = host.status()
     assert code == 3
@@ -168,7 +169,7 @@ def test_a_shortage_of_memory_leaves_the_session_where_it_was(library: Path, tmp
 
 
 def test_a_model_that_dies_of_its_first_decode(library: Path, gemma3_270m: Path, tmp_path: Path) -> None:
-    """The try refuses it, nothing is touched; forced, it is proved, dies of its first decode and is undone."""
+    """The try refuses it, and a second worker dies of it alone; forced in place, it dies on trial and is undone."""
     arguments = ("-m", gemma3_270m, "--lib", library, "--device", "CPU,CPU", "-c", "256", "-t", "1", "-np", "1")
     with _serving(tmp_path / "host", *arguments) as host:
         prompt = (2, 3689, 563, 506)
@@ -179,10 +180,14 @@ def test_a_model_that_dies_of_its_first_decode(library: Path, gemma3_270m: Path,
         assert (code, outcome["status"], outcome["effective"]) == (4, "refused", "layer")
         assert "SIGABRT" in outcome["reason"]
         assert host.status()["worker_pid"] == before["worker_pid"]
+        request = SwitchRequest(Changes(mode=SplitMode.TENSOR), force=True, via=Route.BESIDE)
+        beside = ask(host.address, request, timeout_s=_GUARD_S)
+        assert (beside["status"], beside["stage"], beside["stages_ms"]["saving"]) == ("fell_back", "trial", None)
+        assert host.status()["worker_pid"] == before["worker_pid"]
         reader = Reader(host, prompt, 30)
         thread = reader.start()
         reader.has_some.wait()
-        request = SwitchRequest(Changes(mode=SplitMode.TENSOR), force=True)
+        request = SwitchRequest(Changes(mode=SplitMode.TENSOR), force=True, via=Route.IN_PLACE)
         first = ask(host.address, request, timeout_s=_GUARD_S)
         thread.join()
         after = host.status()
