@@ -13,6 +13,7 @@ import pytest
 from splitctl.control.requests import GenerateRequest
 from splitctl.host.streams import Delta
 from splitctl.host.supervisor import Supervisor
+from splitctl.outcome import Route, SwitchOptions
 from splitctl.placement import SplitMode
 from tests.ctl.hosting import GREEDY, GUARD_S, LAYER, config, environment
 
@@ -72,6 +73,7 @@ def test_streams_go_on_while_a_switch_is_tried_in_a_child(smollm2: Path, tmp_pat
                 await times.more_than([0] * _N_STREAMS)
                 outcome = await supervisor.switch(
                     {"mode": SplitMode.TENSOR},
+                    SwitchOptions(via=Route.IN_PLACE),
                     on_stage=lambda name, _: times.stages.setdefault(name, time.perf_counter()),
                 )
                 assert (outcome["status"], outcome["effective"]) == ("switched", "tensor")
