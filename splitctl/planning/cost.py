@@ -28,10 +28,13 @@ MAX_TOKENS = 10**12
 #: No switch adds more to a token [ms].
 _MAX_MS_PER_TOKEN = 1e6
 
+PINNED_MS_PER_LAYER = 0.02
+"""What each layer of a model adds to a token on CUDA after weights came from a copy in host memory, ms: tensors that
+the file lacks exist. Source: two H200, 32 layers 0.6 to 0.9 ms, 64 layers 1.5 ms (docs/speed.md)."""
 PINNED_MS_PER_TOKEN = 0.6
-"""What a token takes more on CUDA after weights came from a copy in host memory, ms: tensors that the file lacks exist.
+"""The same for a model of which nothing is known, ms: 8B q8_0 has 32 layers.
 
-Source: 8B q8_0 on two H200, 207 and 232 tokens/s in place of 244 and 269 (docs/speed.md).
+Source: 207 and 232 tokens/s in place of 244 and 269 (docs/speed.md).
 """
 
 TIMED = (WeightsTier.FILE.value, WeightsTier.PINNED.value, WeightsTier.RESIDENT.value, Via.BESIDE.value)

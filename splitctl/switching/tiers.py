@@ -9,7 +9,7 @@ from llama_native import NativeError
 from splitctl.engine.weights import Chosen, Seen, choose, saves_ms
 from splitctl.errors import SplitctlError
 from splitctl.outcome import WeightsTier
-from splitctl.planning.cost import PINNED_MS_PER_TOKEN
+from splitctl.planning.cost import PINNED_MS_PER_LAYER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +64,7 @@ class Tiers:
             pinned=self.of_copy(live, target, known_only=True),
             back=back,
             n_tokens=engine.n_to_come(),
-            extra_ms=PINNED_MS_PER_TOKEN if self._is_cuda(live, target) else 0.0,
+            extra_ms=PINNED_MS_PER_LAYER * live.facts.n_layer if self._is_cuda(live, target) else 0.0,
             saves_ms=saves_ms(live.facts.weight_bytes, engine.load_ms),
         )
         if seen.pinned and (asked is WeightsTier.PINNED or seen.pays):
