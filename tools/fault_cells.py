@@ -208,13 +208,13 @@ def real_cells() -> Iterator[Cell]:
 
 
 def few_real_cells() -> list[Cell]:
-    """Give one of them for each stage, kinds, ways and streams in turn; a start in tensor mode costs most."""
+    """Give one of them for every second stage, kinds, ways and streams in turn; a start in tensor mode costs most."""
     found: dict[str, dict[Kind, Cell]] = {}
     for cell in real_cells():
         turn = STAGES.index(cell.stage)
         if (cell.start, cell.target) == WAYS[turn % 3 == 0] and cell.n_streams == N_STREAMS[(turn + 1) // 2 % 2]:
             found.setdefault(cell.stage, {})[cell.kind] = cell
-    return [kinds[BY_SIGNAL[STAGES.index(stage) % 2]] for stage, kinds in found.items()]
+    return [kinds[BY_SIGNAL[STAGES.index(stage) // 2 % 2]] for stage, kinds in found.items() if stage in STAGES[::2]]
 
 
 def _cell(stage: str, kind: Kind, start: str, target: str, n_streams: int) -> Cell:
@@ -311,7 +311,7 @@ _CALLS_BESIDE = {
     "second.building": ("init", "T", 1),
     "second.warm-up": ("decode", "T", 1),
     "second.restoring": ("set_data", "T", 1),
-    "second.proving": ("get_data", "T", 2),
+    "second.proving": ("get_data", "T", 3),  # the warm-up and what it held before come first
     "second.first-step": ("decode", "T", 2),
     "first.saving": ("get_data", "S", 1),
 }

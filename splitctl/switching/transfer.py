@@ -12,6 +12,7 @@ Laws:
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import statecodec
@@ -19,7 +20,7 @@ from llama_native import CallFailed, NativeError, state_get, state_set, state_si
 from splitctl.carry.digest import Digest, digest
 from splitctl.errors import CannotConvert, CarryDamaged, Reason, Refused, SplitctlError, StateUnsound
 from splitctl.switching import conversion
-from splitctl.switching.sealing import SealedState, contradictions
+from splitctl.switching.sealing import SealedState, contradictions, read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -348,6 +349,18 @@ class Transfer:
         if wrong:
             raise StateUnsound(wrong)
         return version
+
+    def learn(self) -> None:
+        """Read the state of what the memory holds now, a token or two: the next one is read without a search for how.
+
+        Raises:
+            llama_native.CallFailed: the library wrote nothing.
+        """
+        context = self.live.engine.live_context
+        buffer = bytearray(state_size(context))
+        n_bytes = state_get(context, buffer)
+        with suppress(statecodec.StateFormatError):  # whoever needs it says so
+            read(self.live, memoryview(buffer)[:n_bytes])
 
     def _shown(self) -> memoryview:
         """Let the target write a state of its own: one token into its empty memory, which is cleared again."""

@@ -35,6 +35,7 @@ SAMPLES: list[tuple[SplitctlError, str]] = [
     (errors.CarryDamaged(Path("/x"), "it ends early"), "/x cannot be used as a carry: it ends early;"),
     (errors.CarryDamaged(None, "it ends early"), "the carry in memory cannot be used"),
     (errors.StateUnsound("no cells"), "no cells"),
+    (errors.TrialFailed("no numbers"), "the first decode after the switch failed: no numbers"),
     (errors.CannotConvert("no type"), "the carry cannot be converted for the target: no type"),
     (
         errors.FileChanged(Path("/m"), "it is gone"),

@@ -301,7 +301,9 @@ def test_a_run_takes_the_place_of_an_older_one_of_its_model(
     results = []
     for model in ("8b", "moe"):
         results.append(tmp_path / f"{model}.run")
-        results[-1].write_text(json.dumps(old | {"model": model, "rows": [row], "lost": {"server": "gone"}}), encoding="utf-8")
+        results[-1].write_text(
+            json.dumps(old | {"model": model, "rows": [row], "lost": {"server": "gone"}}), encoding="utf-8"
+        )
         assert bench_gpu_switch.main(["--from", str(results[-1]), "--docs"]) == 1  # something was not measured
     page = (tmp_path / "speed.md").read_text(encoding="utf-8")
     assert page.count("| pinned | layer to tensor | 1,234 (1,200 to 1,300) |") == 2
