@@ -18,6 +18,7 @@ import numpy as np
 from statecodec.errors import NotRepresentable, raises_bare
 from statecodec.image import AttentionSection, Change, KvStream, Outputs, RecurrentSection, StateImage, Tokens
 from statecodec.regroup import Index, cells_with, changed, require_whole, take
+from statecodec.views import distinct
 
 
 @raises_bare
@@ -61,7 +62,7 @@ def cut_at_gap(image: StateImage) -> StateImage:
     held = [] if base is None else [stream for _, stream in base.filled() if len(stream.cells)]
     ends: dict[int, int] = {}
     for seq_id in image.sequences() if held else ():
-        positions = np.unique(np.concatenate([positions_of(image, stream, seq_id) for stream in held]))
+        positions = distinct(np.concatenate([positions_of(image, stream, seq_id) for stream in held]))
         gaps = np.flatnonzero(np.diff(positions) > 1)
         ends[seq_id] = int(positions[gaps[0]] if len(gaps) else positions[-1]) + 1
     gone = {seq_id: end for seq_id, end in ends.items() if end <= image.sequences()[seq_id].pos_max}
@@ -154,7 +155,7 @@ def _kept(section: AttentionSection, ends: Mapping[int, int]) -> AttentionSectio
         owners = np.repeat(np.arange(len(cells)), cells.n_seq_id)
         stays = cells.pos[owners] < limits[cells.seq_ids]
         # A cell without ids (sequence blobs of early 2025) belongs to the one sequence.
-        index: Index = np.unique(owners[stays]) if len(owners) else np.flatnonzero(cells.pos < end)
+        index: Index = distinct(owners[stays]) if len(owners) else np.flatnonzero(cells.pos < end)
         kept = take(stream, index)
         # A stream without cells is left out, except where there are no streams.
         streams.append(_without_ids(kept, limits) if len(index) or not section.is_streamed else None)

@@ -21,6 +21,7 @@ from statecodec.image import Content, Media, Outputs, Section, StateImage, Token
 from statecodec.layouts import LAYOUTS, Form, Layout
 from statecodec.limits import Limits
 from statecodec.sections import Failures
+from statecodec.views import distinct
 
 SESSION_FILE_MAGIC = 0x6767736E
 SEQUENCE_FILE_MAGIC = 0x67677371
@@ -260,7 +261,7 @@ def read_outputs(cursor: Cursor, limits: Limits) -> Outputs:
     n_outputs = cursor.count("output count", limits.n_outputs, item_bytes=4)
     at = cursor.offset
     ids = cursor.records(_I32, n_outputs, "output ids")
-    if n_outputs and (int(ids.min()) < 0 or len(np.unique(ids)) != n_outputs):
+    if n_outputs and (int(ids.min()) < 0 or len(distinct(ids)) != n_outputs):
         raise BadField(at, "output ids", ids[:8].tolist(), "distinct places in the batch, from 0 on")
     at = cursor.offset
     logits = _floats(cursor, "logits")

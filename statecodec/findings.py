@@ -12,6 +12,7 @@ import numpy.typing as npt
 from statecodec.convert_length import positions_of
 from statecodec.image import AttentionSection, RecurrentSection, StateImage
 from statecodec.layouts import Form
+from statecodec.views import distinct
 
 
 class FindingCode(enum.Enum):
@@ -76,7 +77,7 @@ def _positions(image: StateImage, cache: AttentionSection, seq_id: int) -> npt.N
 
 
 def _of_positions(seq_id: int, positions: npt.NDArray[np.int32], *, has_ext: bool) -> Iterator[Finding]:
-    unique = np.unique(positions)
+    unique = distinct(positions)
     gaps = np.flatnonzero(np.diff(unique) > 1)
     if len(gaps):
         first = int(unique[gaps[0]]) + 1

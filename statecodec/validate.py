@@ -7,8 +7,10 @@ image whose facts became known later or that was made by a change.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from statecodec.envelope import LIST_OFFSET
 from statecodec.errors import Inconsistent, raises_bare
@@ -58,18 +60,24 @@ def _check_unique(cells: Cells, where: str) -> None:
     steps = np.diff(keys)
     if bool(np.all(steps > 0)):
         return
-    unique, counts = np.unique(keys, return_counts=True)
-    if len(unique) != len(keys):
-        key = int(unique[np.flatnonzero(counts > 1)[0]])
+    twice = _twice(keys)
+    if len(twice):
+        key = int(twice[0])
         found = f"sequence {key >> 32} at position {key & 0xFFFFFFFF} twice"
         raise Inconsistent(cells.offset, f"{where} cells", found, "each position of a sequence once")
 
 
+def _twice(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the values that are there more than once, in ascending order."""
+    ordered: npt.NDArray[Any] = np.sort(values)
+    again: npt.NDArray[Any] = ordered[1:][ordered[1:] == ordered[:-1]]
+    return again
+
+
 def _check_single(cells: Cells, where: str) -> None:
-    unique, counts = np.unique(cells.seq_ids, return_counts=True)
-    if len(unique) != len(cells.seq_ids):
-        seq_id = int(unique[np.flatnonzero(counts > 1)[0]])
-        found = f"sequence {seq_id} in two cells"
+    twice = _twice(cells.seq_ids)
+    if len(twice):
+        found = f"sequence {int(twice[0])} in two cells"
         raise Inconsistent(cells.offset, f"{where} cells", found, "one recurrent cell for each sequence")
 
 
