@@ -44,7 +44,9 @@ def distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     As numpy.unique, which imports numpy.ma for its first call: 60 ms, more than all else that reading a state takes.
     """
     ordered: npt.NDArray[Any] = np.sort(values)
-    found: npt.NDArray[Any] = ordered[np.concatenate((np.ones(min(len(ordered), 1), bool), ordered[1:] != ordered[:-1]))]
+    found: npt.NDArray[Any] = ordered[
+        np.concatenate((np.ones(min(len(ordered), 1), bool), ordered[1:] != ordered[:-1]))
+    ]
     return found
 
 

@@ -72,7 +72,7 @@ def test_a_cell_is_played_or_says_why_not() -> None:
 
 
 def test_the_short_tables_miss_nothing() -> None:
-    """Every stage and every kind comes in the short form, the real one has every second stage, and both have both ways."""
+    """Every stage and every kind comes in the short form, every second stage in the real one, and both ways in both."""
     few = few_cells()
     assert {cell.stage for cell in few} == set(STAGES)
     assert {cell.kind for cell in few} >= set(ONCE)
