@@ -7,6 +7,7 @@ no more memory and no more descriptors.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import random
@@ -15,6 +16,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -242,7 +244,7 @@ def fuzz(address: Address, pid: int, n_cases: int, seed: int, *, tell: Callable[
     if tally.growth_bytes > GROWTH_BYTES:
         raise Finding(f"the host holds {tally.growth_bytes} bytes more than after {n_warm} cases")
     if tally.growth_fds > 0:
-        raise Finding(f"the host has {tally.growth_fds} descriptors more than after {n_warm} cases")
+        raise Finding(f"the host has {tally.growth_fds} descriptors more than after {n_warm} cases: {_held(pid)}")
     if _tokens(address) != before:
         raise Finding("the host draws other tokens than before")
     return tally
@@ -252,6 +254,7 @@ def _settle(address: Address, process: psutil.Process) -> None:
     """Wait until what clients that left have asked for is over, and every connection but the listening one is closed.
 
     A host closes a connection after its last line: whoever has read that line may look at its descriptors too early.
+    A switch whose client has left goes on, with a child for its trial or a second worker beside the first.
     """
     deadline = monotonic() + _GUARD_S
     while ask(address, StatusRequest())["streams"]:
@@ -259,6 +262,18 @@ def _settle(address: Address, process: psutil.Process) -> None:
     while sum(one.laddr == str(address.path) for one in process.net_connections("unix")) > 1:
         if monotonic() > deadline:
             raise Finding(f"a connection is still open {_GUARD_S:g} s after its client left")
+    while len(process.children()) > 1:
+        if monotonic() > deadline:
+            raise Finding(f"a child other than the worker lives {_GUARD_S:g} s after the last request")
+
+
+def _held(pid: int) -> list[str]:
+    """What every descriptor of the process is."""
+    held = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            held.append(f"{entry.name}: {entry.readlink()}")
+    return sorted(held)
 
 
 def _tokens(address: Address) -> list[int]:
