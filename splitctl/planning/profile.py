@@ -1,0 +1,323 @@
+"""How fast one model is on one set of devices, as measured there, and what work takes by that.
+
+Laws:
+    1. What was measured is kept as it came: median, lowest and highest of the repetitions, never a rate alone.
+    2. Between two measured points a straight line is taken, beyond the last one the last slope; what was never
+       measured in a mode is not guessed from the other mode.
+    3. Seconds of a prompt are those of its uncached tokens, at the depth where they stand.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Self
+
+from splitctl.errors import ConfigInvalid
+from splitctl.outcome import StageTimes
+from splitctl.placement import SplitMode
+from splitctl.planning.cost import NOISE, TIMED, ModeRates, Rates, Work
+
+#: Longer than any measurement [s].
+_MAX_S = 1e6
+#: More repetitions than anybody makes.
+_MAX_RUNS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Repeated measurements of one thing, seconds.
+
+    Attributes:
+        median: the middle one.
+        low: the shortest.
+        high: the longest.
+        n: how many.
+
+    Raises:
+        ConfigInvalid: they are no times, or not in order.
+    """
+
+    median: float
+    low: float
+    high: float
+    n: int
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.low <= self.median <= self.high <= _MAX_S:
+            found = f"{self.low} to {self.median} to {self.high}"
+            raise ConfigInvalid("median", found, f"low <= median <= high, from 0 to {_MAX_S:g} s")
+        if not 1 <= self.n <= _MAX_RUNS:
+            raise ConfigInvalid("n", self.n, f"1 to {_MAX_RUNS} repetitions")
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Self:
+        """Sum up repetitions; there is at least one."""
+        return cls(median(seconds), min(seconds), max(seconds), len(seconds))
+
+    @property
+    def share(self) -> float:
+        """Half of what lies between the shortest and the longest, as a share of the median; 0 for one of no length."""
+        return (self.high - self.low) / 2 / self.median if self.median else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Tokens read at once by one sequence.
+
+    Attributes:
+        n_tokens: how many.
+        depth: tokens that the sequence held before.
+        seconds: until their logits were there.
+    """
+
+    n_tokens: int
+    depth: int
+    seconds: Spread
+
+    def __post_init__(self) -> None:
+        if self.n_tokens < 1 or self.depth < 0:
+            raise ConfigInvalid("n_tokens", f"{self.n_tokens} at depth {self.depth}", "from 1, at a depth from 0 on")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One token of every sequence that generates.
+
+    Attributes:
+        n_seq: sequences that generate together.
+        depth: tokens that each of them holds.
+        seconds: of one step: a token of each.
+    """
+
+    n_seq: int
+    depth: int
+    seconds: Spread
+
+    def __post_init__(self) -> None:
+        if self.n_seq < 1 or self.depth < 0:
+            raise ConfigInvalid("n_seq", f"{self.n_seq} at depth {self.depth}", "from 1, at a depth from 0 on")
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredMode:
+    """One split mode with one size of micro-batches.
+
+    Attributes:
+        mode: the mode.
+        n_ubatch: tokens of a micro-batch.
+        reads: what was read; at least one at depth 0.
+        steps: what was generated; at least one of one sequence.
+
+    Raises:
+        ConfigInvalid: nothing is there that says how fast it reads or generates.
+    """
+
+    mode: SplitMode
+    n_ubatch: int
+    reads: tuple[Read, ...]
+    steps: tuple[Step, ...]
+
+    def __post_init__(self) -> None:
+        if not any(one.depth == 0 and one.seconds.median > 0.0 for one in self.reads):
+            raise ConfigInvalid("reads", "none at depth 0", "at least one, which took some time")
+        if not any(one.n_seq == 1 and one.seconds.median > 0.0 for one in self.steps):
+            raise ConfigInvalid("steps", "none of one sequence", "at least one, which took some time")
+
+    def read_s(self, n: int, depth: int = 0) -> float:
+        """Give the seconds in which one sequence reads so many tokens after those it holds."""
+        if n <= 0:
+            return 0.0
+        chunk = max(one.n_tokens for one in self.reads)
+        whole, rest = divmod(n, chunk)
+        seconds = sum(self._chunk_s(chunk, depth + index * chunk) for index in range(whole))
+        return seconds + (self._chunk_s(rest, depth + whole * chunk) if rest else 0.0)
+
+    def step_s(self, n_seq: int = 1, depth: float = 0.0) -> float:
+        """Give the seconds of one token for each of so many sequences, each of which holds `depth` tokens."""
+        lone = [(one.depth, one.seconds.median) for one in self.steps if one.n_seq == 1]
+        if n_seq <= 1:
+            return _line(lone, depth)
+        # Sequences together are measured at one depth; each of them adds what depth adds to one alone.
+        at = min(one.depth for one in self.steps)
+        together = [(one.n_seq, one.seconds.median) for one in self.steps if one.depth == at]
+        return max(_line(together, n_seq) + n_seq * (_line(lone, depth) - _line(lone, at)), 1e-9)
+
+    def generate_s(self, n: int, depth: int = 0, n_seq: int = 1) -> float:
+        """Give the seconds in which each of so many sequences generates `n` tokens after those it holds."""
+        # Steps lie on straight lines between the depths: the middle of each piece says what all of it takes.
+        cuts = sorted({depth, depth + n, *(one.depth for one in self.steps if depth < one.depth < depth + n)})
+        return sum((b - a) * self.step_s(n_seq, (a + b) / 2) for a, b in itertools.pairwise(cuts))
+
+    def _chunk_s(self, n: int, depth: int) -> float:
+        flat = [(one.n_tokens, one.seconds.median) for one in self.reads if one.depth == 0]
+        deep = {one.n_tokens for one in self.reads if one.depth > 0}
+        # Nothing read takes no time, and a first token takes what the shortest read takes: batches have a fixed cost.
+        seconds = _line(flat, max(n, min(one for one, _ in flat)))
+        if not deep or not depth:
+            return seconds
+        size = max(deep)
+        series = [(one.depth, one.seconds.median) for one in self.reads if one.n_tokens == size]
+        series = series if any(not at for at, _ in series) else [(0, _line(flat, size)), *series]
+        return max(seconds + (_line(series, depth) - _line(series, 0)) * n / size, 1e-9)
+
+    @property
+    def noise(self) -> float:
+        """How far repetitions of one thing lie from their median, as a share: the middle over all things."""
+        return median([*(one.seconds.share for one in self.reads), *(one.seconds.share for one in self.steps)])
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchTime:
+    """Switches one way.
+
+    Attributes:
+        before: the mode that it leaves.
+        after: the mode that it goes to.
+        way: where the weights came from, or "beside": one of `cost.TIMED`.
+        is_first: the first of its session, which also makes what later ones find.
+        n_tokens: tokens that the session held.
+        pause: how long no token could be generated.
+        total: all of it.
+        stages_ms: time of each stage, ms: the median of each by itself.
+        more_ms: what a token takes more after it than in a session that was opened in that mode, ms.
+    """
+
+    before: SplitMode
+    after: SplitMode
+    way: str
+    is_first: bool
+    n_tokens: int
+    pause: Spread
+    total: Spread
+    stages_ms: StageTimes = field(default_factory=StageTimes)
+    more_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.way not in TIMED:
+            raise ConfigInvalid("way", self.way, f"one of {', '.join(TIMED)}")
+        if self.n_tokens < 0 or not 0.0 <= self.more_ms <= _MAX_S:
+            raise ConfigInvalid("n_tokens", f"{self.n_tokens}, {self.more_ms} ms more", "numbers from 0 on")
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Something that was not measured.
+
+    Attributes:
+        what: a mode, or a way of a switch.
+        why: one phrase.
+    """
+
+    what: str
+    why: str
+
+
+class ModeNotMeasured(ConfigInvalid):
+    """A profile says nothing of a mode."""
+
+    def __str__(self) -> str:
+        return f"the profile has no numbers of {self.value} mode: {self.wanted}"
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """All that was measured of one model on one set of devices.
+
+    Attributes:
+        modes: each mode with each size of micro-batches that was tried.
+        switches: the switches.
+        left_out: what is missing, and why.
+    """
+
+    modes: tuple[MeasuredMode, ...]
+    switches: tuple[SwitchTime, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+
+    def of(self, mode: SplitMode, n_ubatch: int | None = None) -> MeasuredMode:
+        """Give a mode with a size of micro-batches; None: the one that reads a long prompt fastest.
+
+        Raises:
+            ModeNotMeasured: it was not measured.
+        """
+        found = [one for one in self.modes if one.mode is mode and n_ubatch in {None, one.n_ubatch}]
+        if not found:
+            why = next((one.why for one in self.left_out if one.what == mode.value), "measure it: splitctl bench")
+            raise ModeNotMeasured("mode", mode.value, why)
+        n = max(read.n_tokens for one in found for read in one.reads)
+        return min(found, key=lambda one: one.read_s(n))
+
+    def switch(self, before: SplitMode, after: SplitMode, way: str, n_tokens: int = 0) -> tuple[float, float] | None:
+        """Give a switch's pause and the milliseconds that it adds to a token; None where it was not measured.
+
+        What later switches of a session take counts, where that is known; between two sizes of the state a straight
+        line.
+        """
+        found = [one for one in self.switches if (one.before, one.after, one.way) == (before, after, way)]
+        found = [one for one in found if not one.is_first] or found
+        if not found:
+            return None
+        pause = max(_line([(one.n_tokens, one.pause.median) for one in found], n_tokens), 0.0)
+        return pause, median([one.more_ms for one in found])
+
+    def ways(self, before: SplitMode, after: SplitMode) -> tuple[str, ...]:
+        """Name the ways of a switch that were measured, in the order of `cost.TIMED`."""
+        return tuple(one for one in TIMED if self.switch(before, after, one) is not None)
+
+    def rates(self, work: Work, *, n_seq: int = 1) -> Rates:
+        """Give the rates that this work would see, and what its switch would cost.
+
+        The switch is the one from the mode that reads faster; it holds all of the prompt.
+
+        Raises:
+            ModeNotMeasured: one of the two modes was not measured, or no switch between them.
+        """
+        layer, tensor = self.of(SplitMode.LAYER), self.of(SplitMode.TENSOR)
+        both = [(_reading(one, work), _generating(one, work, n_seq)) for one in (layer, tensor)]
+        (read_l, make_l), (read_t, make_t) = both
+        before, after = (SplitMode.LAYER, SplitMode.TENSOR) if read_l <= read_t else (SplitMode.TENSOR, SplitMode.LAYER)
+        times = {way: self.switch(before, after, way, work.prompt * n_seq) for way in self.ways(before, after)}
+        if not times:
+            raise ModeNotMeasured("mode", f"a switch to {after.value}", "measure it: splitctl bench")
+        costs = {way: cost for way, cost in times.items() if cost is not None}
+        first = next(iter(costs))
+        return Rates(
+            costs[first][0],
+            ModeRates(1.0 / read_l, 1.0 / make_l),
+            ModeRates(1.0 / read_t, 1.0 / make_t),
+            tier_switch_s={way: pause for way, (pause, _) in costs.items()},
+            pinned_ms_per_token=costs["pinned"][1] if "pinned" in costs else 0.0,
+            noise=max(NOISE, layer.noise, tensor.noise),
+        )
+
+
+def _reading(mode: MeasuredMode, work: Work) -> float:
+    """Give the seconds a token of this prompt takes; of one that is all cached, those of a short one."""
+    n = max(work.uncached, 1)
+    return mode.read_s(n, work.cached) / n
+
+
+def _generating(mode: MeasuredMode, work: Work, n_seq: int) -> float:
+    n = max(work.generate, 1)
+    return mode.generate_s(n, work.prompt, n_seq) / n
+
+
+def _line(points: Iterable[tuple[float, float]], at: float) -> float:
+    """Take the value at a place from straight lines through points.
+
+    Before the first point it is that one's value; beyond the last the line goes on, and never falls.
+    """
+    sums: dict[float, list[float]] = {}
+    for place, value in points:
+        sums.setdefault(place, []).append(value)
+    known = [(place, math.fsum(values) / len(values)) for place, values in sorted(sums.items())]
+    if at <= known[0][0] or len(known) == 1:
+        return known[0][1]
+    for (x0, y0), (x1, y1) in itertools.pairwise(known):
+        if at <= x1:
+            return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
+    (x0, y0), (x1, y1) = known[-2:]
+    return y1 + max(y1 - y0, 0.0) * (at - x1) / (x1 - x0)
