@@ -42,7 +42,7 @@ TIMED = (WeightsTier.FILE.value, WeightsTier.PINNED.value, WeightsTier.RESIDENT.
 
 _MS = 1e-3
 
-#: Timings of identical work differ by this share from run to run: what is closer than it is not decided by numbers.
+#: Timings of identical work differ by this share from run to run, where nobody measured by how much.
 NOISE = 0.05
 
 
@@ -78,6 +78,7 @@ class Rates:
             still while a second worker takes over.
         pinned_ms_per_token: what a token takes more after a switch with pinned weights, ms.
         after_switch_ms: what a token takes more after the switch of `switch_s`, ms.
+        noise: share by which timings of identical work differ from run to run: what is closer is not decided by them.
     """
 
     switch_s: float
@@ -86,6 +87,7 @@ class Rates:
     tier_switch_s: Mapping[str, float] = field(default_factory=dict)
     pinned_ms_per_token: float = PINNED_MS_PER_TOKEN
     after_switch_ms: float = 0.0
+    noise: float = NOISE
 
     def of(self, mode: SplitMode) -> ModeRates:
         """Give the rates of a mode; ConfigInvalid for one that nobody measured."""
@@ -226,7 +228,7 @@ class Comparison:
     @property
     def is_close(self) -> bool:
         """Whether the margin is within what timings differ from run to run."""
-        return self.margin <= NOISE * self.seconds[self.best]
+        return self.margin <= self.rates.noise * self.seconds[self.best]
 
     @property
     def sentence(self) -> str:

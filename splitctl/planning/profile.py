@@ -19,7 +19,7 @@ from typing import Self
 from splitctl.errors import ConfigInvalid
 from splitctl.outcome import StageTimes
 from splitctl.placement import SplitMode
-from splitctl.planning.cost import NOISE, TIMED, ModeRates, Rates, Work
+from splitctl.planning.cost import MAX_TPS, NOISE, TIMED, ModeRates, Rates, Work
 
 #: Longer than any measurement [s].
 _MAX_S = 1e6
@@ -133,7 +133,13 @@ class MeasuredMode:
             return 0.0
         chunk = max(one.n_tokens for one in self.reads)
         whole, rest = divmod(n, chunk)
-        seconds = sum(self._chunk_s(chunk, depth + index * chunk) for index in range(whole))
+        # Chunks lie on straight lines between the depths: the two ends of each piece say what all of it takes.
+        deep = {one.depth for one in self.reads}
+        first = sorted({0, whole, *(min(max(-((depth - at) // chunk), 0), whole) for at in deep)})
+        seconds = sum(
+            (b - a) * (self._chunk_s(chunk, depth + a * chunk) + self._chunk_s(chunk, depth + (b - 1) * chunk)) / 2
+            for a, b in itertools.pairwise(first)
+        )
         return seconds + (self._chunk_s(rest, depth + whole * chunk) if rest else 0.0)
 
     def step_s(self, n_seq: int = 1, depth: float = 0.0) -> float:
@@ -148,6 +154,8 @@ class MeasuredMode:
 
     def generate_s(self, n: int, depth: int = 0, n_seq: int = 1) -> float:
         """Give the seconds in which each of so many sequences generates `n` tokens after those it holds."""
+        if n <= 0:
+            return 0.0
         # Steps lie on straight lines between the depths: the middle of each piece says what all of it takes.
         cuts = sorted({depth, depth + n, *(one.depth for one in self.steps if depth < one.depth < depth + n)})
         return sum((b - a) * self.step_s(n_seq, (a + b) / 2) for a, b in itertools.pairwise(cuts))
@@ -155,8 +163,11 @@ class MeasuredMode:
     def _chunk_s(self, n: int, depth: int) -> float:
         flat = [(one.n_tokens, one.seconds.median) for one in self.reads if one.depth == 0]
         deep = {one.n_tokens for one in self.reads if one.depth > 0}
-        # Nothing read takes no time, and a first token takes what the shortest read takes: batches have a fixed cost.
-        seconds = _line(flat, max(n, min(one for one, _ in flat)))
+        shortest = min(flat)
+        if n < shortest[0]:
+            # One token read is a token generated.
+            flat.append((1, min(self.step_s(), shortest[1])))
+        seconds = _line(flat, n)
         if not deep or not depth:
             return seconds
         size = max(deep)
@@ -270,13 +281,14 @@ class Profile:
     def rates(self, work: Work, *, n_seq: int = 1) -> Rates:
         """Give the rates that this work would see, and what its switch would cost.
 
-        The switch is the one from the mode that reads faster; it holds all of the prompt.
+        The work is that of each of so many sequences: their prompts are read one after the other, and one token of each
+        is generated at a time. The switch is the one from the mode that reads faster; it holds all prompts.
 
         Raises:
             ModeNotMeasured: one of the two modes was not measured, or no switch between them.
         """
         layer, tensor = self.of(SplitMode.LAYER), self.of(SplitMode.TENSOR)
-        both = [(_reading(one, work), _generating(one, work, n_seq)) for one in (layer, tensor)]
+        both = [(_reading(one, work, n_seq), _generating(one, work, n_seq)) for one in (layer, tensor)]
         (read_l, make_l), (read_t, make_t) = both
         before, after = (SplitMode.LAYER, SplitMode.TENSOR) if read_l <= read_t else (SplitMode.TENSOR, SplitMode.LAYER)
         times = {way: self.switch(before, after, way, work.prompt * n_seq) for way in self.ways(before, after)}
@@ -294,15 +306,15 @@ class Profile:
         )
 
 
-def _reading(mode: MeasuredMode, work: Work) -> float:
-    """Give the seconds a token of this prompt takes; of one that is all cached, those of a short one."""
+def _reading(mode: MeasuredMode, work: Work, n_seq: int) -> float:
+    """Give the seconds that a token of each of so many prompts takes; of one that is all cached, of a short one."""
     n = max(work.uncached, 1)
-    return mode.read_s(n, work.cached) / n
+    return max(n_seq * mode.read_s(n, work.cached) / n, 1.0 / MAX_TPS)
 
 
 def _generating(mode: MeasuredMode, work: Work, n_seq: int) -> float:
     n = max(work.generate, 1)
-    return mode.generate_s(n, work.prompt, n_seq) / n
+    return max(mode.generate_s(n, work.prompt, n_seq) / n, 1.0 / MAX_TPS)
 
 
 def _line(points: Iterable[tuple[float, float]], at: float) -> float:
