@@ -1,0 +1,214 @@
+"""What work takes in each mode: as measured or given, corrected by what was served; and how long answers get.
+
+Laws:
+    1. What was served corrects only what it was: reads of a mode those of that mode, short ones the short ones.
+    2. A correction stays within a tenth and ten times of what was measured; one observation moves it by 3 % at most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from functools import cache
+from typing import Protocol
+
+from splitctl.placement import SplitMode
+from splitctl.planning.cost import Rates
+from splitctl.planning.profile import ModeNotMeasured, Profile
+
+#: The modes between which a host chooses.
+MODES = (SplitMode.LAYER, SplitMode.TENSOR)
+
+#: A correction's bounds.
+_MAX_FACTOR = 10.0
+#: Share of the way to an observation that a correction goes, and the most of the way that counts (of a logarithm):
+#: whatever is observed once moves it by 3 %.
+_PACE, _FARTHEST = 0.15, 0.2
+#: From how many tokens on a read is a long one.
+_LONG = 512
+#: Depths are told apart by so many tokens where seconds are remembered.
+_DEPTH_STEP = 32
+
+#: Answers that are remembered.
+_N_ANSWERS = 256
+#: Answers of one limit from which on they alone count.
+_ENOUGH = 4
+#: What an answer is taken for before any has ended, tokens, and how many such answers that is worth.
+_ASSUMED, _N_ASSUMED = 256.0, 1
+
+
+def other_than(mode: SplitMode) -> SplitMode:
+    """Give the other one of `MODES`."""
+    return SplitMode.TENSOR if mode is SplitMode.LAYER else SplitMode.LAYER
+
+
+class Costs(Protocol):
+    """What work takes in each mode; a mode is one of `MODES`."""
+
+    def read_s(self, mode: SplitMode, n: int, depth: int) -> float:
+        """Give the seconds in which a sequence that holds `depth` tokens reads `n` more."""
+        ...
+
+    def step_s(self, mode: SplitMode, n_seq: int, depth: float) -> float:
+        """Give the seconds of one token for each of so many sequences that hold `depth` tokens each."""
+        ...
+
+    def switch(self, before: SplitMode, after: SplitMode, n_tokens: int) -> tuple[float, float]:
+        """Give a switch's pause, s, with so many tokens held, and what it adds to a token afterwards, ms."""
+        ...
+
+
+def costs_of(profile: Profile, way: str) -> Costs:
+    """Take what was measured; `way` is the switch's, one of `cost.TIMED`.
+
+    Raises:
+        ModeNotMeasured: one of the modes was not measured, or no switch between them of this way.
+    """
+    for before in MODES:
+        profile.of(before)
+        if profile.switch(before, other_than(before), way) is None:
+            what = f"a switch to {other_than(before).value} ({way})"
+            raise ModeNotMeasured("mode", what, "measure it: splitctl bench")
+    return _Measured(profile, way)
+
+
+def costs_of_rates(rates: Rates) -> Costs:
+    """Take rates: steps of several sequences take what one of one takes, and depth adds nothing."""
+    return _Rated(rates)
+
+
+class _Measured:
+    """A profile's seconds, remembered: they are asked for again and again."""
+
+    def __init__(self, profile: Profile, way: str) -> None:
+        modes = {mode: profile.of(mode) for mode in MODES}
+        self._read = cache(lambda mode, n, depth: modes[mode].read_s(n, depth))
+        self._step = cache(lambda mode, n_seq, depth: modes[mode].step_s(n_seq, depth))
+        self._switch = cache(lambda before, after, n_tokens: profile.switch(before, after, way, n_tokens) or (0.0, 0.0))
+
+    def read_s(self, mode: SplitMode, n: int, depth: int) -> float:
+        return self._read(mode, n, depth // _DEPTH_STEP * _DEPTH_STEP)
+
+    def step_s(self, mode: SplitMode, n_seq: int, depth: float) -> float:
+        return self._step(mode, n_seq, int(depth) // _DEPTH_STEP * _DEPTH_STEP)
+
+    def switch(self, before: SplitMode, after: SplitMode, n_tokens: int) -> tuple[float, float]:
+        return self._switch(before, after, n_tokens // _LONG * _LONG)
+
+
+class _Rated:
+    """Seconds by rates alone."""
+
+    def __init__(self, rates: Rates) -> None:
+        self._read = {mode: 1.0 / rates.of(mode).prompt_tps for mode in MODES}
+        self._step = {mode: 1.0 / rates.of(mode).generate_tps for mode in MODES}
+        self._switch = (rates.switch_s, rates.after_switch_ms)
+
+    def read_s(self, mode: SplitMode, n: int, depth: int) -> float:
+        del depth
+        return n * self._read[mode]
+
+    def step_s(self, mode: SplitMode, n_seq: int, depth: float) -> float:
+        del n_seq, depth
+        return self._step[mode]
+
+    def switch(self, before: SplitMode, after: SplitMode, n_tokens: int) -> tuple[float, float]:
+        del before, after, n_tokens
+        return self._switch
+
+
+class Learned:
+    """Costs, corrected by what was served.
+
+    Thread: one at a time.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        # The logarithm of what served work takes more than was measured, by kind of work.
+        self._more: dict[tuple[object, ...], float] = {}
+
+    def read_s(self, mode: SplitMode, n: int, depth: int) -> float:
+        """Give the seconds in which a sequence that holds `depth` tokens reads `n` more."""
+        return self._costs.read_s(mode, n, depth) * self.factor("read", mode, _is_long(n))
+
+    def step_s(self, mode: SplitMode, n_seq: int, depth: float) -> float:
+        """Give the seconds of one token for each of so many sequences that hold `depth` tokens each."""
+        return self._costs.step_s(mode, n_seq, depth) * self.factor("step", mode, n_seq.bit_length())
+
+    def switch(self, before: SplitMode, after: SplitMode, n_tokens: int) -> tuple[float, float]:
+        """Give a switch's pause, s, with so many tokens held, and what it adds to a token afterwards, ms."""
+        pause, more_ms = self._costs.switch(before, after, n_tokens)
+        return pause * self.factor("switch", before, after), more_ms
+
+    def observe_read(self, mode: SplitMode, n: int, depth: int, seconds: float) -> None:
+        """Note that `n` tokens were read in so many seconds."""
+        self._observe(self._costs.read_s(mode, n, depth), seconds, "read", mode, _is_long(n))
+
+    def observe_step(self, mode: SplitMode, n_seq: int, depth: float, seconds: float, more_ms: float = 0.0) -> None:
+        """Note that a token of each took so many seconds, of which the last switch added `more_ms`."""
+        known = self._costs.step_s(mode, n_seq, depth)
+        self._observe(known, max(seconds - more_ms / 1e3, 0.0), "step", mode, n_seq.bit_length())
+
+    def observe_switch(self, before: SplitMode, after: SplitMode, n_tokens: int, seconds: float) -> None:
+        """Note a switch's pause."""
+        self._observe(self._costs.switch(before, after, n_tokens)[0], seconds, "switch", before, after)
+
+    def factor(self, kind: str, mode: SplitMode, size: object) -> float:
+        """Give by how much work takes longer than measured: of its size, else of its mode, else 1.
+
+        Args:
+            kind: "read", "step" or "switch".
+            mode: the mode; of a switch the one that it leaves.
+            size: of a read if it is long; of a step the bits of the number of sequences; of a switch where it goes.
+        """
+        more = self._more.get((kind, mode, size))
+        return math.exp(self._more.get((kind, mode), 0.0) if more is None else more)
+
+    def _observe(self, known: float, seconds: float, kind: str, mode: SplitMode, size: object) -> None:
+        if not (known > 0.0 and seconds > 0.0 and math.isfinite(seconds)):
+            return
+        bound = math.log(_MAX_FACTOR)
+        seen = min(max(math.log(seconds / known), -bound), bound)
+        start = self._more.get((kind, mode), 0.0)
+        for key in ((kind, mode), (kind, mode, size)):
+            now = self._more.get(key, start)
+            self._more[key] = now + _PACE * min(max(seen - now, -_FARTHEST), _FARTHEST)
+
+
+def _is_long(n: int) -> bool:
+    return n >= _LONG
+
+
+class Answers:
+    """How long answers get, from their limits and from those that have ended.
+
+    Thread: one at a time.
+    """
+
+    def __init__(self) -> None:
+        self._ended: deque[tuple[int | None, int]] = deque(maxlen=_N_ANSWERS)
+
+    def ended(self, n_max: int | None, n_made: int) -> None:
+        """Note an answer.
+
+        Args:
+            n_max: most tokens that it could have; None or negative: no limit.
+            n_made: tokens that it has.
+        """
+        self._ended.append((_limit(n_max), max(n_made, 0)))
+
+    def expected(self, n_max: int | None, n_made: int = 0) -> float:
+        """Give the tokens that are still to come of an answer that has `n_made`: from 1 on, within its limit."""
+        limit = _limit(n_max)
+        longer = [(of, made) for of, made in self._ended if made > n_made]
+        alike = [made for of, made in longer if of == limit]
+        # Answers with the same limit are mostly of one kind of client.
+        known = alike if len(alike) >= _ENOUGH else [made for _, made in longer]
+        left = math.fsum(made - n_made for made in known) + _N_ASSUMED * max(_ASSUMED, n_made)
+        mean = left / (len(known) + _N_ASSUMED)
+        return max(mean if limit is None else min(mean, limit - n_made), 1.0)
+
+
+def _limit(n_max: int | None) -> int | None:
+    return None if n_max is None or n_max < 0 else n_max
