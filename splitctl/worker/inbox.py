@@ -9,11 +9,14 @@ from __future__ import annotations
 import queue
 import threading
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from splitctl.ipc import jobs, orders, wire
 from splitctl.ipc.orders import Check, Order, Switch
 from splitctl.ipc.wire import MessageInvalid
-from splitctl.switching.checking import Checked
+
+if TYPE_CHECKING:
+    from splitctl.switching.checking import Checked
 
 
 class CancelGate(threading.Event):

@@ -35,10 +35,7 @@ from splitctl.ipc.orders import EVENTS, WorkerEvent
 from splitctl.ipc.wire import MessageInvalid, from_line, to_line
 from splitctl.last_words import LOG_PREFIX
 from splitctl.probing import try_copy, try_placement
-from splitctl.probing.verify import Task, measure
 from splitctl.worker import inspection
-from splitctl.worker import run as running
-from splitctl.worker import serve as serving
 from splitctl.worker.failures import failure_of, logged_failure_of
 from splitctl.worker.inbox import CancelGate, Inbox
 
@@ -139,9 +136,14 @@ def _answer(
             case VerifyRequest():
                 return Result(_verify(request, library, emit, cancel.is_set))
             case RunRequest():
-                return running.run(request, library, env, emit, cancel)
+                from splitctl.worker import run  # noqa: PLC0415 - as below
+
+                return run.run(request, library, env, emit, cancel)
             case HostRequest():
-                return serving.serve(request, library, env, emit, inbox, cancel)
+                # Half of what a worker imports is a session, which a trial does without.
+                from splitctl.worker import serve  # noqa: PLC0415
+
+                return serve.serve(request, library, env, emit, inbox, cancel)
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent gets to know it
         return logged_failure_of(error, model=model)
 
@@ -150,6 +152,8 @@ def _verify(
     request: VerifyRequest, library: Library, emit: Emitter, is_cancelled: Callable[[], bool]
 ) -> dict[str, object]:
     """Measure a placement; what is known is sent on the way, because the next step may be the last."""
+    from splitctl.probing.verify import Task, measure  # noqa: PLC0415 - as for a session
+
     devices = [device.name for device in library.devices(memory=False)]
     emit(jobs.Partial({"library": {"path": str(library.path), "version": library.version, "devices": devices}}))
     return measure(

@@ -24,6 +24,7 @@ from tools.fault_cells import (
     FOR_EVER,
     ONCE,
     STAGES,
+    UNSEALED,
     WAYS,
     Kind,
     beside_cells,
@@ -72,12 +73,13 @@ def test_a_cell_is_played_or_says_why_not() -> None:
 
 
 def test_the_short_tables_miss_nothing() -> None:
-    """Every stage and every kind comes in the short form, every second stage in the real one, and both ways in both."""
+    """Every stage and every kind comes in the short form, three stages in the real one, and both ways in both."""
     few = few_cells()
     assert {cell.stage for cell in few} == set(STAGES)
     assert {cell.kind for cell in few} >= set(ONCE)
     assert {cell.end for cell in few} == {cell.end for cell in cells()}
-    assert [cell.stage for cell in few_real_cells()] == list(STAGES[::2])
+    assert {cell.kind for cell in few_real_cells()} == set(BY_SIGNAL)
+    assert {cell.stage in UNSEALED for cell in few_real_cells()} == {True, False}
     assert len(list(real_cells())) == len(STAGES) * 2 * 2 * 2
     for table in (few, few_real_cells()):
         assert {(cell.start, cell.target) for cell in table} == set(WAYS)
@@ -165,7 +167,7 @@ def test_a_session_survives_the_short_table() -> None:
 @pytest.mark.model
 @pytest.mark.slow
 def test_a_session_on_a_real_library_survives_signals(smollm2: Path) -> None:
-    """Workers of a real build are killed and stopped at every second stage; the texts are those of a fresh context."""
+    """Workers of a real build are killed and stopped at three stages; the texts are those of a fresh context."""
     result = _faults("--real", "--few", "--lib", library_of(NEWEST), "--model", smollm2)
     assert result["failures"] == {}
     assert result["left_over"] == []
