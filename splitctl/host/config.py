@@ -9,6 +9,8 @@ from pathlib import Path
 from splitctl.ipc.orders import AdapterFile
 from splitctl.outcome import WeightsTier
 from splitctl.placement import Placement
+from splitctl.planning.learned import Costs
+from splitctl.planning.policy import Settings
 
 
 class HostState(enum.Enum):
@@ -20,6 +22,21 @@ class HostState(enum.Enum):
     RECOVERING = "recovering"
     PARKED = "parked"
     STOPPING = "stopping"
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyConfig:
+    """When a host switches by itself.
+
+    Attributes:
+        costs: how fast the modes are; None: it never does.
+        source: where that is from, for a person.
+        settings: the bounds.
+    """
+
+    costs: Costs | None = None
+    source: str = ""
+    settings: Settings = field(default_factory=Settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +55,7 @@ class HostConfig:
         checkpoint_s: how often the session is saved while it changes, seconds; None: never.
         resume: a saved session to begin with; None: empty.
         weights: where switches take the weights from.
+        policy: when the session switches by itself.
         state_folder: where sessions are saved and parked, as NAME.safetensors and NAME.parked.safetensors.
     """
 
@@ -52,6 +70,7 @@ class HostConfig:
     checkpoint_s: float | None = None
     resume: Path | None = None
     weights: WeightsTier = WeightsTier.FILE
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
     state_folder: Path
 
     @property

@@ -4,13 +4,13 @@ Laws:
     1. A token is recorded once, in the order of its decode, to the stream's job and to the sequence that holds it.
     2. The ledger never claims more than was reported: what a new worker must hold can be made from it alone.
     3. A sequence has one stream at a time; it is free again when the worker said that the stream has ended, or is gone.
-    4. Streams start in the order in which they came.
+    4. Streams start in the order in which they came; one that is held back is passed over.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -189,7 +189,12 @@ class Ledger:
     @property
     def n_queued(self) -> int:
         """Streams that wait for a sequence."""
-        return len(self._queued())
+        return len(self.queued)
+
+    @property
+    def queued(self) -> list[StreamJob]:
+        """Jobs that wait for a sequence, in the order in which they came."""
+        return [job for job in self.jobs.values() if job.seq_id is None]
 
     @property
     def running(self) -> list[StreamJob]:
@@ -232,18 +237,17 @@ class Ledger:
         """Take a stream that waits for a sequence."""
         self.jobs[job.number] = job
 
-    def startable(self) -> tuple[Start, ...]:
-        """Put streams that wait on idle sequences, in their order; gives the orders for it."""
+    def startable(self, held: Collection[int] = ()) -> tuple[Start, ...]:
+        """Put streams that wait on idle sequences, in their order, but for those held back; gives the orders for it."""
         starts = []
-        for job in self._queued():
+        for job in self.queued:
+            if job.number in held:
+                continue
             row = choose_row(self.rows, job.prompt)
             if row is None:
                 break
             starts.append(self._put(job, row))
         return tuple(starts)
-
-    def _queued(self) -> list[StreamJob]:
-        return [job for job in self.jobs.values() if job.seq_id is None]
 
     def finish(self, number: int) -> bool:
         """Note that a stream's client has its last event; says whether a worker is still at it and has to halt."""

@@ -226,6 +226,7 @@ class StreamTable:
     Attributes:
         ledger: what sequences hold, and the streams on them.
         had_progress: a token has come since the last worker was lost.
+        held: numbers of streams that are not to be started yet.
 
     Thread: the supervisor's loop.
     """
@@ -234,6 +235,7 @@ class StreamTable:
         """Begin without any; `send` gives the worker an order, `flush` all that waits for it, if one serves."""
         self.ledger = Ledger(0)
         self.had_progress = True
+        self.held: frozenset[int] = frozenset()
         self._pending = pending
         self._send = send
         self._flush = flush
@@ -337,8 +339,8 @@ class StreamTable:
     # ---- what stops and starts them all ----
 
     def start_waiting(self) -> None:
-        """Start waiting streams on idle sequences."""
-        for start in self.ledger.startable():
+        """Start waiting streams on idle sequences, but for those that are held."""
+        for start in self.ledger.startable(self.held):
             self._send(start)
 
     def pause(self, why: str) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 from splitctl.carry.seal import Seal
 from splitctl.control.requests import GenerateRequest
 from splitctl.errors import Busy, CarryNotWritten, Parked
-from splitctl.host import events
+from splitctl.host import auto, events
 from splitctl.host.config import HostConfig, HostState
 from splitctl.host.link import End
 from splitctl.host.manager import WorkerManager
@@ -89,6 +89,8 @@ class Supervisor:
             flush=self._flush,
             log=log,
         )
+        session = auto.Session(self._is_free, self._begin, self.cancel_switch, self._flush, log)
+        self._auto = auto.Auto(config.policy, self._streams, self._switches, session)
         self._is_replacing = False
         self._parked: events.SessionParked | None = None
         self._lost_at = 0.0
@@ -181,6 +183,7 @@ class Supervisor:
             PlacementInvalid: no placement can be so.
             RequestFailed: the worker could not take it.
         """
+        await self._auto.give_way()
         target = self._target(changes)
         outcome: dict[str, Any] = await asyncio.shield(self._moves.begin(target, options, timeout_s, on_stage))
         return outcome
@@ -241,6 +244,7 @@ class Supervisor:
         """
         if self._state is HostState.PARKED:
             return await self._bring_back(path)
+        await self._auto.give_way()
         self._refuse_busy()
         if n_streams := self._streams.n_open:
             raise Busy(f"{n_streams} streams, from which a restore would take their sequences")
@@ -281,6 +285,7 @@ class Supervisor:
             "model": dict(self._model),
             "placement": switches.effective.to_json(),
             "weights": self._weights(),
+            "policy": self._auto.status(),
             "requested": asked,
             "effective": mode if self._state is HostState.SERVING else None,
             "sequences": ledger.status(),
@@ -314,6 +319,7 @@ class Supervisor:
 
     def take(self, report: orders.Report) -> None:
         """Take a worker's report; raises ReportWrong if it is impossible."""
+        self._auto.saw(report)
         match report:
             case orders.Reading() | orders.Step() | orders.Ended() | orders.Forgot():
                 self._streams.take(report)
@@ -332,6 +338,8 @@ class Supervisor:
                     self._pending.answer(report.order, report)
                 self._flush()
         self._moves.settle()
+        if self._auto.is_due:
+            self._flush()
         self._expect()
 
     def _is_parked_by_worker(self, outcome: Mapping[str, Any]) -> bool:
@@ -378,6 +386,7 @@ class Supervisor:
 
     def _flush(self) -> None:
         """Give the worker what waits for it, if one serves."""
+        self._auto.look()
         if self._manager.is_open and self._state is not HostState.RECOVERING:
             switch = self._switches.under_way
             for order in () if switch is not None and switch.is_handing else self._pending.unsent():
@@ -514,6 +523,7 @@ class Supervisor:
     async def _stop(self, *, save: bool) -> dict[str, Any]:
         has_worker = self._state is HostState.SERVING and self._manager.is_open
         self.cancel_switch()
+        self._auto.close()
         self._state = HostState.STOPPING
         await self._moves.stop()
         for task in self._tasks:
@@ -534,6 +544,15 @@ class Supervisor:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    # ---- what the policy may do ----
+
+    def _is_free(self) -> bool:
+        is_asked = self._is_replacing or self._pending.is_expecting(orders.Save, orders.Restore)
+        return self._state is HostState.SERVING and not is_asked
+
+    def _begin(self, target: Placement) -> asyncio.Future[dict[str, Any]]:
+        return self._moves.begin(target, _PLAIN, None, None)
 
     # ---- what cannot be done now ----
 

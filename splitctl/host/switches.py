@@ -138,6 +138,11 @@ class Switches:
         return None if self._newest is None else self._newest.outcome
 
     @property
+    def newest(self) -> SwitchRecord | None:
+        """The last switch that has ended, that of a trial included; None before the first."""
+        return self._newest
+
+    @property
     def recent(self) -> list[dict[str, Any]]:
         """Outcomes of the last switches as they are by now, oldest first."""
         return [one.outcome for one in self._ended][-_SHOWN:]
