@@ -27,6 +27,7 @@ from splitctl.cli.options import (
     weights_option,
 )
 from splitctl.cli.output import ExitCode, Screen, one_line, print_json
+from splitctl.cli.policy_options import PolicyOptions, policy_config, policy_options
 from splitctl.cli.switch import outcome_line
 from splitctl.control.server import ControlServer
 from splitctl.control.sockets import DEFAULT_NAME, Claim, checked_name, claim, prepared, runtime_folder
@@ -91,6 +92,7 @@ def _scaled_adapter(text: str) -> AdapterFile:
     help="Restart the process that holds the library if it makes no progress for this long.",
 )
 @weights_option
+@policy_options
 @click.option("--force", is_flag=True, help="Open even if a trial in a child process failed.")
 @http_options
 @serving_placement_options
@@ -108,6 +110,7 @@ def serve(
     checkpoint_s: float | None,
     deadline_s: float,
     weights: WeightsTier,
+    policy: PolicyOptions,
     force: bool,
     placement: Placement,
     library: Path | None,
@@ -123,6 +126,7 @@ def serve(
 
         changes = {name: getattr(placement, name) for name in named(FLAGS)}
         placement = read_placement(saved).changed(**changes)
+    decides = policy_config(policy, model, placement, library, rpc, weights, screen.line)
     config = HostConfig(
         model=model.absolute(),
         library=None if library is None else library.absolute(),
@@ -136,6 +140,7 @@ def serve(
         resume=saved if resume else None,
         state_folder=folder,
         weights=weights,
+        policy=decides,
     )
     with claim(prepared(runtime_folder(os.environ)), session) as held:
         return asyncio.run(_Serving(config, held, screen, http).run())

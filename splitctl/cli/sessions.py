@@ -60,6 +60,11 @@ def status_lines(status: dict[str, Any]) -> Iterator[str]:
     if weights:
         copy = {None: "", "complete": ", the copy is complete"}.get(weights["copy"], f", {weights['copy']} copied")
         yield f"  weights      {weights['tier']}{copy}"
+    policy = status.get("policy") or {}
+    if policy.get("policy") == "auto":
+        yield f"  policy       {one_line(str(policy['decision'] or 'auto'))}; {policy['held']} held; {policy['profile']}"
+    elif policy.get("fault"):
+        yield f"  policy       off: {one_line(policy['fault'])}"
     held = [one["n_tokens"] for one in status["sequences"] if one["n_tokens"]]
     streams = f"{status['streams']} streams, {status['queued']} waiting"
     yield f"  sequences    {len(held)} of {len(status['sequences'])} hold {sum(held):,} tokens; {streams}"

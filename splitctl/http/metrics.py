@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
@@ -113,3 +113,19 @@ class _Session(Collector):
         for ended, n in (status.get("switches") or {}).get("ended", {}).items():
             switches.add_metric([ended], float(n))
         yield switches
+        yield from _policy(status.get("policy") or {})
+
+
+def _policy(policy: Mapping[str, Any]) -> Iterator[Metric]:
+    """Give what the policy has decided, where there is one."""
+    if policy.get("policy") != "auto":
+        return
+    decisions = CounterMetricFamily(
+        "splitctl_policy_decisions", "What the policy decided: to stay, to hold prompts, to switch.", labels=["action"]
+    )
+    for action, n in policy["decisions"].items():
+        decisions.add_metric([action], float(n))
+    yield decisions
+    yield GaugeMetricFamily("splitctl_policy_held", "Prompts that wait for a switch.", value=float(policy["held"]))
+    waits, text = policy["waits"], "How long prompts were held for a switch."
+    yield SummaryMetricFamily("splitctl_policy_wait_seconds", text, waits["count"], waits["sum_s"])
