@@ -11,15 +11,25 @@ Laws:
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from splitctl.errors import ConfigInvalid
 from splitctl.placement import SplitMode
-from splitctl.planning.learned import Costs
+from splitctl.planning.floor import Floor, Job
+from splitctl.planning.learned import MODES, Costs, Learned, other_than
+from splitctl.planning.plans import Bounds, Kind, Next, Plan, Plans
 
 #: No setting is longer than a week [s].
 _MAX_S = 7 * 24 * 3600.0
+#: Requests by which what usually comes is known, and after how many new ones it is looked at again.
+_N_SHAPES, _EVERY = 16, 4
+#: Share by which a new request moves what is usual.
+_SLOWLY = 0.1
+#: Shares of a switch's pause: what holding prompts, and a switch while nobody is there, have to save.
+_HOLDING, _WORTH_IDLE = 0.05, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +148,24 @@ class Policy:
     def __init__(self, costs: Costs, settings: Settings | None = None) -> None:
         self.costs = costs
         self.settings = settings or Settings()
+        self._free_at = self._blocked_until = -math.inf
+        self._n_failures = 0
+        self._wished: SplitMode | None = None
+        self._was_empty = True
+        self._mode: SplitMode | None = None
+        # Seconds that what was served took more than it would have in the other mode; never below zero.
+        self._regret = 0.0
+        # Seconds of all that was served: as it was, and as it would have been in each mode.
+        self._own_s = 0.0
+        self._fixed_s = dict.fromkeys(MODES, 0.0)
+        self._seen: set[int] = set()
+        self._shapes: deque[tuple[int, int, int]] = deque(maxlen=_N_SHAPES)
+        self._crowd = 1.0
+        self._busy_share = 0.5
+        self._endings = dict.fromkeys(MODES, 0.0)
+        self._endings_n_new = 0
 
-    def decide(self, situation: Situation) -> Decision:
-        """Say which mode to be in, and which requests to hold."""
-        return Decision(situation.mode, frozenset(), None, f"stays in {situation.mode.value}")
+    # ---- what happened ----
 
     def switched(self, at: float, *, succeeded: bool, seconds: float, after: SplitMode | None = None) -> None:
         """Note a switch that ended, whoever asked for it.
@@ -152,9 +176,145 @@ class Policy:
             seconds: its pause.
             after: the mode that it was to go to; None: the one that was decided last.
         """
+        del after
+        self._free_at = at + self.settings.min_stay_s
+        if not self._was_empty:
+            self._own_s += seconds
+        if succeeded:
+            self._n_failures = 0
+            self._regret = 0.0
+            return
+        # 2 ** 60 times the shortest backoff is beyond any bound.
+        longest = self.settings.backoff_s * 2.0 ** min(self._n_failures, 60)
+        self._blocked_until = at + min(longest, self.settings.max_backoff_s)
+        self._n_failures += 1
 
     def observe_read(self, mode: SplitMode, n: int, depth: int, seconds: float) -> None:
         """Note that a sequence that held `depth` tokens has read `n`; the costs learn from it if they can."""
+        if isinstance(self.costs, Learned):
+            self.costs.observe_read(mode, n, depth, seconds)
+        if mode in MODES:
+            self._served(mode, seconds, self.costs.read_s(other_than(mode), n, depth))
 
     def observe_step(self, mode: SplitMode, n_seq: int, depth: float, seconds: float, n_steps: int = 1) -> None:
         """Note that each of so many sequences, which hold `depth` tokens, made `n_steps` tokens, `seconds` each."""
+        if isinstance(self.costs, Learned):
+            self.costs.observe_step(mode, n_seq, depth, seconds)
+        if mode in MODES:
+            self._served(mode, seconds * n_steps, self.costs.step_s(other_than(mode), n_seq, depth) * n_steps)
+
+    def _served(self, mode: SplitMode, seconds: float, other_s: float) -> None:
+        self._own_s += seconds
+        self._fixed_s[mode] += seconds
+        self._fixed_s[other_than(mode)] += other_s
+        self._regret = max(self._regret + seconds - other_s, 0.0)
+
+    # ---- what to do ----
+
+    def decide(self, situation: Situation) -> Decision:
+        """Say which mode to be in, and which requests to hold."""
+        if situation.mode not in MODES:
+            return Decision(situation.mode, frozenset(), None, f"stays in {situation.mode.value}: it was not measured")
+        self._learn_of(situation)
+        self._was_empty = not situation.waiting and not situation.active
+        plans = self._plans(situation)
+        floor = _floor_of(situation, self.costs, self._free_at - self.settings.min_stay_s)
+        self._look_back(situation, plans)
+        if floor.is_empty:
+            return self._decide_empty(situation, floor, plans)
+        return self._decide_busy(situation, floor, plans)
+
+    def _plans(self, situation: Situation) -> Plans:
+        own = self.settings
+        bounds = Bounds(own.min_stay_s, own.max_wait_s, own.max_pause_s, self._blocked_until)
+        return Plans(self.costs, situation.n_seq_max, bounds)
+
+    def _decide_busy(self, situation: Situation, floor: Floor, plans: Plans) -> Decision:
+        pause = floor.pause_s()
+        # To be in this mode for good is a plan, and stays: the first one.
+        stays: tuple[float, Plan, Next] = (math.inf, Plan(Kind.BE, situation.mode), Next(switches=False))
+        goes: tuple[float, Plan, Next] | None = None
+        for plan in plans.all(floor):
+            now = plans.next(floor, plan)
+            seconds = self._seconds(floor.copy(), plan, plans)
+            if plan.kind is Kind.BE and plan.mode is not situation.mode:
+                seconds -= min(self._regret, pause)
+            if now.switches:
+                if goes is None or seconds < goes[0]:
+                    goes = seconds, plan, now
+            elif seconds < stays[0] - _HOLDING * pause * bool(now.held):
+                stays = seconds, plan, now
+        numbers = {"stay_s": stays[0], "pause_s": pause, "regret_s": self._regret}
+        if goes is not None:
+            numbers["go_s"] = goes[0]
+            if goes[0] + self.settings.hysteresis * pause < stays[0]:
+                return Decision(other_than(situation.mode), frozenset(), None, "goes", numbers)
+        now = stays[2]
+        look = now.until - situation.at if math.isfinite(now.until) else None
+        return Decision(situation.mode, now.held, look, "stays", numbers)
+
+    def _seconds(self, floor: Floor, plan: Plan, plans: Plans) -> float:
+        start = floor.at
+        plans.follow(floor, plan)
+        return floor.at - start + self._endings[floor.mode] * self._busy_share
+
+    def _decide_empty(self, situation: Situation, floor: Floor, plans: Plans) -> Decision:
+        gain = self._endings[situation.mode] - self._endings[other_than(situation.mode)]
+        numbers = {"gain_s": gain, "pause_s": floor.pause_s()}
+        at = plans.allowed_at(floor)
+        if gain > _WORTH_IDLE * floor.pause_s():
+            if at <= situation.at:
+                return Decision(other_than(situation.mode), frozenset(), None, "goes", numbers)
+            if math.isfinite(at):
+                return Decision(situation.mode, frozenset(), at - situation.at, "stays", numbers)
+        return Decision(situation.mode, frozenset(), None, "stays", numbers)
+
+    # ---- what usually comes ----
+
+    def _learn_of(self, situation: Situation) -> None:
+        here = {one.number for one in situation.waiting} | {one.number for one in situation.active}
+        for one in situation.waiting:
+            if one.number not in self._seen:
+                self._shapes.append((one.n_uncached, one.n_cached, math.ceil(one.n_expected)))
+                self._crowd += _SLOWLY * (min(len(here), situation.n_seq_max) - self._crowd)
+                self._busy_share += _SLOWLY * ((len(here) > 1) - self._busy_share)
+                self._endings_n_new += 1
+        self._seen = here
+
+    def _look_back(self, situation: Situation, plans: Plans) -> None:
+        """Say what being in each mode costs when what usually comes comes next, beyond the better mode."""
+        if self._endings_n_new < _EVERY or len(self._shapes) < _EVERY:
+            return
+        self._endings_n_new = 0
+        crowd = max(round(self._crowd), 1)
+        shapes = list(self._shapes)
+        seconds = dict.fromkeys(MODES, 0.0)
+        n = 0
+        for start in range(0, len(shapes) - crowd + 1, crowd):
+            n += 1
+            for mode in MODES:
+                floor = Floor(self.costs, situation.n_seq_max, 0.0, mode)
+                for number, shape in enumerate(shapes[start : start + crowd]):
+                    floor.come(Job(number, 0.0, *shape))
+                times = []
+                for plan in plans.all(floor):
+                    twin = floor.copy()
+                    plans.follow(twin, plan)
+                    times.append(twin.at)
+                seconds[mode] += min(times)
+        least = min(seconds.values())
+        self._endings = {mode: (seconds[mode] - least) / max(n, 1) for mode in MODES}
+
+
+def _floor_of(situation: Situation, costs: Costs, switched_at: float) -> Floor:
+    floor = Floor(costs, situation.n_seq_max, situation.at, situation.mode)
+    floor.switched_at = switched_at
+    for one in situation.active:
+        job = Job(one.number, situation.at, one.n_unread, one.n_held, math.ceil(one.n_expected))
+        job.n_unread = one.n_unread
+        floor.active.append(job)
+    floor.queue = [
+        Job(one.number, situation.at - one.waited_s, one.n_uncached, one.n_cached, math.ceil(one.n_expected))
+        for one in situation.waiting
+    ]
+    return floor

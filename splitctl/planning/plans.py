@@ -1,0 +1,196 @@
+"""Ways to go on with known work: which mode when, what is held meanwhile, and how long all of it takes.
+
+A plan says at every moment what to do next, from that moment alone:
+
+    be      be in one mode, for good.
+    once    read in the mode that reads faster, and generate in the other one from then on.
+    gather  the same, and back: prompts that are worth it are held until so many can be read together.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from splitctl.placement import SplitMode
+from splitctl.planning.floor import Floor, Job
+from splitctl.planning.learned import MODES, Costs, other_than
+
+#: A prompt is held if reading it in the other mode saves this share of a switch's pause.
+_WORTH_HOLDING = 0.1
+#: What tells the modes apart: tokens of a prompt, and depth of a step.
+_PROMPT, _DEPTH = 2048, 1024
+#: No plan is followed for more turns than this; one that is, is none.
+_MAX_RUNS = 20_000
+
+
+class Kind(enum.Enum):
+    """Kinds of plans."""
+
+    BE = "be"
+    ONCE = "once"
+    GATHER = "gather"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One plan.
+
+    Attributes:
+        kind: its kind.
+        mode: the mode to be in, of a `Kind.BE`.
+        n: prompts to read together, of a `Kind.GATHER`.
+    """
+
+    kind: Kind
+    mode: SplitMode | None = None
+    n: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What every plan keeps to; times in seconds.
+
+    Attributes:
+        min_stay_s: least time between two switches.
+        max_wait_s: longest time that a prompt is held.
+        max_pause_s: longest pause of a switch while requests generate.
+        blocked_until: no switch before.
+    """
+
+    min_stay_s: float
+    max_wait_s: float
+    max_pause_s: float
+    blocked_until: float = -math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Next:
+    """What a plan says at one moment.
+
+    Attributes:
+        switches: switch now.
+        held: numbers of requests that are not started.
+        until: when to ask again at the latest, s.
+    """
+
+    switches: bool
+    held: frozenset[int] = frozenset()
+    until: float = math.inf
+
+
+_GO_ON = Next(switches=False)
+
+
+class Plans:
+    """The plans that two modes allow."""
+
+    def __init__(self, costs: Costs, n_seq_max: int, bounds: Bounds) -> None:
+        self._costs, self._n_seq_max, self._bounds = costs, n_seq_max, bounds
+        self.reader = min(MODES, key=lambda mode: costs.read_s(mode, _PROMPT, 0))
+        n_seq = (n_seq_max + 1) // 2
+        self.writer = min(MODES, key=lambda mode: costs.step_s(mode, n_seq, _DEPTH))
+        if costs.step_s(self.reader, n_seq, _DEPTH) <= costs.step_s(self.writer, n_seq, _DEPTH):
+            self.writer = self.reader
+        elif costs.read_s(self.writer, _PROMPT, 0) <= costs.read_s(self.reader, _PROMPT, 0):
+            self.reader = self.writer
+
+    def all(self, floor: Floor) -> list[Plan]:
+        """Give the plans from here, the plainest first."""
+        plans = [Plan(Kind.BE, floor.mode), Plan(Kind.BE, other_than(floor.mode))]
+        if self.reader is self.writer:
+            return plans
+        if floor.mode is self.reader:
+            plans.append(Plan(Kind.ONCE))
+        plans += [Plan(Kind.GATHER, n=n) for n in sorted({1, (self._n_seq_max + 1) // 2, self._n_seq_max})]
+        return plans
+
+    def next(self, floor: Floor, plan: Plan) -> Next:
+        """Say what a plan does now."""
+        if plan.kind is Kind.BE:
+            return _GO_ON if floor.mode is plan.mode else self._switching(floor, _GO_ON)
+        if floor.mode is self.reader:
+            return self._after_reading(floor)
+        return _GO_ON if plan.kind is Kind.ONCE else self._gathering(floor, plan.n)
+
+    def follow(self, floor: Floor, plan: Plan, until: float = math.inf) -> list[Job]:
+        """Go on by a plan until nobody is there or a time is reached; gives who has ended."""
+        ended: list[Job] = []
+        for _ in range(_MAX_RUNS):
+            if floor.at >= until or floor.is_empty:
+                break
+            now = self.next(floor, plan)
+            if now.switches:
+                floor.switch()
+                continue
+            done = floor.run(min(now.until, until), now.held)
+            if done is None:
+                # All that is there is held: time passes.
+                floor.at = min(now.until, until)
+            else:
+                ended += done
+        return ended
+
+    def allowed_at(self, floor: Floor) -> float:
+        """Give the time from which on a switch may be made; infinite while its pause is too long for who generates."""
+        bounds = self._bounds
+        if any(not job.n_unread for job in floor.active) and floor.pause_s() > bounds.max_pause_s:
+            return math.inf
+        return max(floor.switched_at + bounds.min_stay_s, bounds.blocked_until)
+
+    def _switching(self, floor: Floor, otherwise: Next) -> Next:
+        """Switch as soon as one may."""
+        at = self.allowed_at(floor)
+        if at <= floor.at:
+            return Next(switches=True)
+        return Next(switches=False, held=otherwise.held, until=min(at, otherwise.until))
+
+    def _after_reading(self, floor: Floor) -> Next:
+        """Leave the mode that reads when all is read, if what is to be generated is worth it."""
+        n_free = self._n_seq_max - len(floor.active)
+        if any(job.n_unread for job in floor.active) or (floor.queue and n_free):
+            return _GO_ON
+        if self.gain_of_steps(floor.active) <= floor.pause_s():
+            return _GO_ON
+        return self._switching(floor, _GO_ON)
+
+    def _gathering(self, floor: Floor, n: int) -> Next:
+        """Hold prompts in the mode that generates, until enough can be read together in the other."""
+        if not floor.queue and not any(job.n_unread for job in floor.active):
+            return _GO_ON
+        pause = floor.pause_s()
+        worth = _WORTH_HOLDING * pause
+        gains = [(job, self.gain_of_read(job)) for job in floor.queue]
+        long = [(job, gain) for job, gain in gains if gain > worth][: self._n_seq_max]
+        unread = sum(self.gain_of_read(job) for job in floor.active if job.n_unread)
+        if unread + sum(gain for _, gain in long) <= pause:
+            return _GO_ON
+        n_free = self._n_seq_max - len(floor.active)
+        # Nobody is held for longer than the bound; whoever waits for a sequence is not held.
+        due = min((job.came for job, _ in long), default=math.inf) + self._bounds.max_wait_s
+        is_idle = all(job.n_unread for job in floor.active)
+        n_ready = min(len(long), n_free) + sum(1 for job in floor.active if job.n_unread)
+        held = frozenset(job.number for job, _ in long if job.came + self._bounds.max_wait_s > floor.at)
+        hold = Next(switches=False, held=held, until=due if due > floor.at else math.inf)
+        if n_ready >= n or is_idle or (due <= floor.at and n_free):
+            return self._switching(floor, hold)
+        return hold
+
+    def gain_of_read(self, job: Job) -> float:
+        """Give the seconds that reading the rest of a prompt takes less in the mode that reads faster."""
+        n, depth = job.n_unread, job.n_held
+        return self._costs.read_s(self.writer, n, depth) - self._costs.read_s(self.reader, n, depth)
+
+    def gain_of_steps(self, jobs: Sequence[Job]) -> float:
+        """Give the seconds that all tokens to come take less in the mode that generates faster."""
+        gain, before = 0.0, 0
+        ordered = sorted(jobs, key=lambda job: job.n_left)
+        for index, job in enumerate(ordered):
+            if job.n_left > before:
+                n_seq, depth = len(ordered) - index, job.n_held + (before + job.n_left) / 2
+                slow = self._costs.step_s(self.reader, n_seq, depth)
+                gain += (job.n_left - before) * (slow - self._costs.step_s(self.writer, n_seq, depth))
+                before = job.n_left
+        return gain
