@@ -62,7 +62,8 @@ def status_lines(status: dict[str, Any]) -> Iterator[str]:
         yield f"  weights      {weights['tier']}{copy}"
     policy = status.get("policy") or {}
     if policy.get("policy") == "auto":
-        yield f"  policy       {one_line(str(policy['decision'] or 'auto'))}; {policy['held']} held; {policy['profile']}"
+        held_back = f"; {policy['held']} held" if policy["held"] else ""
+        yield f"  policy       {one_line(str(policy['decision'] or 'auto'))}{held_back}; by {policy['profile']}"
     elif policy.get("fault"):
         yield f"  policy       off: {one_line(policy['fault'])}"
     held = [one["n_tokens"] for one in status["sequences"] if one["n_tokens"]]
