@@ -1,4 +1,4 @@
-"""`splitctl explain`: whether a switch pays, from measured rates."""
+"""`splitctl explain`: whether a switch pays, by what `splitctl bench` measured, or by rates that are given."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.markup import escape
 from rich.table import Table
 
 from splitctl.cli.hosts import with_screen
 from splitctl.cli.output import ExitCode, Screen
+from splitctl.cli.profiled import find_profile, profile_json, profile_options, source_line
 from splitctl.cli.prompts import read_up_to
 from splitctl.errors import ConfigInvalid
 from splitctl.outcome import WeightsTier
+from splitctl.placement import Placement
+from splitctl.planning.advice import advise
 from splitctl.planning.cost import (
     MAX_SWITCH_S,
     MAX_TOKENS,
@@ -25,9 +29,13 @@ from splitctl.planning.cost import (
     compare,
     parse_rates,
 )
+from splitctl.planning.profile import ModeNotMeasured
 
 #: A longer file holds no rates [bytes].
 _MAX_FILE_BYTES = 1024 * 1024
+
+#: Parameters that make sense for a file of rates.
+_WITH_RATES = {"rates_file", "prompt", "cached", "generate", "weights", "switch_s", "as_json"}
 
 _TOKENS = click.IntRange(0, MAX_TOKENS)
 
@@ -37,9 +45,9 @@ _TOKENS = click.IntRange(0, MAX_TOKENS)
     "--rates",
     "rates_file",
     type=click.Path(path_type=Path),
-    required=True,
     metavar="FILE",
-    help='{"switch_s": S, "modes": {"layer": {"prompt_tps": a, "generate_tps": b}, "tensor": {...}}}; - is stdin.',
+    help='In place of a profile: {"switch_s": S, "modes": {"layer": {"prompt_tps": a, "generate_tps": b}, "tensor": '
+    "{...}}}; - is stdin.",
 )
 @click.option("--prompt", type=_TOKENS, required=True, metavar="P", help="Tokens of the prompt.")
 @click.option(
@@ -49,23 +57,28 @@ _TOKENS = click.IntRange(0, MAX_TOKENS)
 @click.option(
     "--weights",
     type=click.Choice([one.value for one in WeightsTier if one is not WeightsTier.AUTO]),
-    help="Judge switches with weights from this tier, by its time in the file's tier_switch_s.",
+    help="Judge switches with weights from this tier, by its measured time.",
 )
 @click.option(
     "--switch-s",
     type=click.FloatRange(0.0, MAX_SWITCH_S),
     metavar="S",
-    help="Seconds of a switch, in place of the file's.",
+    help="Seconds of a switch, in place of the measured ones.",
 )
+@profile_options
 @with_screen
 def explain(
     *,
-    rates_file: Path,
+    rates_file: Path | None,
     prompt: int,
     cached: int,
     generate: int,
     weights: str | None,
     switch_s: float | None,
+    model: Path | None,
+    placement: Placement,
+    library: Path | None,
+    rpc: tuple[str, ...],
     screen: Screen,
 ) -> int:
     """Say which mode, or which switch, does some work in the least time, and by how much."""
@@ -73,19 +86,48 @@ def explain(
         work = Work(prompt, generate, cached)
     except ConfigInvalid as error:
         raise click.BadParameter(f"{error.value!r}; wanted: {error.wanted}", param_hint=f"--{error.field}") from error
+    if rates_file is not None:
+        _refuse_other_flags()
+        return _by_rates(rates_file, work, weights, switch_s, screen)
+    if model is None:
+        raise click.UsageError("name a model that splitctl bench has measured (-m), or a file of rates (--rates)")
+    found = find_profile(model, placement, library, rpc)
+    kept = found.kept or found.stale
+    if kept is None:
+        return screen.fail("NoProfile", found.why, ExitCode.FAILED)
     try:
-        rates = parse_rates(_read(rates_file))
+        advice = advise(kept.profile, work, n_seq=placement.n_seq_max, way=weights, switch_s=switch_s)
+    except ModeNotMeasured as error:
+        return screen.fail(type(error).__name__, str(error), ExitCode.FAILED)
+    if found.stale is not None:
+        screen.line(f"warning: {found.why}")
+    body = advice.to_json() | {"sequences": placement.n_seq_max, "profile": profile_json(found)}
+    tables = _tables(advice.comparison, body["tiers"]) if advice.comparison is not None else []
+    return screen.answer(body, source_line(kept), *tables, advice.sentence)
+
+
+def _refuse_other_flags() -> None:
+    """Refuse flags that say which profile to take where a file of rates is taken."""
+    context = click.get_current_context()
+    for param in context.command.params:
+        is_given = context.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE
+        if is_given and param.name not in _WITH_RATES:
+            raise click.UsageError(f"{param.opts[0]} is for a measured profile; leave it out, or --rates")
+
+
+def _by_rates(path: Path, work: Work, weights: str | None, switch_s: float | None, screen: Screen) -> ExitCode:
+    try:
+        rates = parse_rates(_read(path))
         if weights is not None or switch_s is not None:
             rates = rates.in_tier(weights or WeightsTier.FILE.value, switch_s)
     except OSError as error:
-        message = f"the file of rates {rates_file} cannot be read: {error.strerror or error}; name another"
+        message = f"the file of rates {path} cannot be read: {error.strerror or error}; name another"
         return screen.fail(type(error).__name__, message, ExitCode.FAILED)
     except RatesInvalid as error:
-        return screen.fail(type(error).__name__, f"{rates_file}: {error}", ExitCode.FAILED)
+        return screen.fail(type(error).__name__, f"{path}: {error}", ExitCode.FAILED)
     comparison = compare(rates, work)
     body = comparison.to_json()
-    tables = [_table(comparison), *([_tiers_table(body["tiers"])] if len(body["tiers"]) > 1 else [])]
-    return screen.answer(body, *tables, comparison.sentence)
+    return screen.answer(body, *_tables(comparison, body["tiers"]), comparison.sentence)
 
 
 def _read(path: Path) -> bytes:
@@ -93,6 +135,10 @@ def _read(path: Path) -> bytes:
     if len(raw) > _MAX_FILE_BYTES:
         raise RatesInvalid("the file", f"over {_MAX_FILE_BYTES} bytes", "a file of rates")
     return raw
+
+
+def _tables(comparison: Comparison, tiers: Mapping[str, Mapping[str, Any]]) -> list[Table]:
+    return [_table(comparison), *([_tiers_table(tiers)] if len(tiers) > 1 else [])]
 
 
 def _table(comparison: Comparison) -> Table:

@@ -245,7 +245,7 @@ class Comparison:
         )
         if self.is_close:
             text += ", which is less than timings differ from run to run"
-        return f"{text}; {self._why()}"
+        return f"{text}; {self.why}"
 
     def to_json(self) -> dict[str, Any]:
         """Give plain values.
@@ -276,8 +276,9 @@ class Comparison:
             },
         }
 
-    def _why(self) -> str:
-        """Say from where on a switch pays, or why none does."""
+    @property
+    def why(self) -> str:
+        """From where on a switch pays, or why none does: a part of the sentence."""
         if self.switch is None or self.break_even.prompt is None or self.break_even.generate is None:
             more = self.rates.after_switch_ms
             if more and _break_even(replace(self.rates, after_switch_ms=0.0))[0] is not None:

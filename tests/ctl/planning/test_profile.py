@@ -24,38 +24,7 @@ from splitctl.planning.profile import (
     Step,
     SwitchTime,
 )
-
-_LENGTHS = (32, 128, 512)
-_DEPTHS = (0, 1024, 4096)
-_CHUNK = max(_LENGTHS)
-
-
-def _exactly(seconds: float, share: float = 0.0) -> Spread:
-    return Spread(seconds, seconds * (1 - share), seconds * (1 + share), 3)
-
-
-def _constant(mode: SplitMode, prompt_tps: float, generate_tps: float, share: float = 0.0) -> MeasuredMode:
-    """Make a mode whose every token takes the same."""
-    reads = [Read(1, 0, _exactly(1 / prompt_tps, share))]
-    reads += [Read(n, 0, _exactly(n / prompt_tps, share)) for n in _LENGTHS]
-    reads += [Read(_CHUNK, depth, _exactly(_CHUNK / prompt_tps, share)) for depth in _DEPTHS[1:]]
-    steps = [Step(1, depth, _exactly(1 / generate_tps, share)) for depth in _DEPTHS]
-    return MeasuredMode(mode, 512, tuple(reads), tuple(steps))
-
-
-def _switch(before: SplitMode, after: SplitMode, pause: float, **more: object) -> SwitchTime:
-    return replace(SwitchTime(before, after, "file", False, 512, _exactly(pause), _exactly(pause)), **more)  # type: ignore[arg-type]
-
-
-_MEASURED = Profile(
-    (_constant(SplitMode.LAYER, 800.0, 15.0), _constant(SplitMode.TENSOR, 500.0, 20.0)),
-    (
-        _switch(SplitMode.LAYER, SplitMode.TENSOR, 5.0),
-        _switch(SplitMode.LAYER, SplitMode.TENSOR, 9.0, is_first=True),
-        _switch(SplitMode.LAYER, SplitMode.TENSOR, 1.0, way="pinned", more_ms=0.5),
-        _switch(SplitMode.TENSOR, SplitMode.LAYER, 4.0),
-    ),
-)
+from tests.ctl.planning.profiles import CHUNK, DEPTHS, LENGTHS, MEASURED, constant, exactly, switch
 
 _SECONDS = st.floats(1e-4, 10.0)
 
@@ -68,13 +37,13 @@ def _modes(draw: st.DrawFn, *, grows: bool = False) -> MeasuredMode:
         found = draw(st.lists(_SECONDS, min_size=n, max_size=n))
         return iter(list(itertools.accumulate(found)) if grows else found)
 
-    steps, reads = times(len(_DEPTHS)), times(len(_LENGTHS) + len(_DEPTHS))
-    lone = [Step(1, depth, _exactly(next(steps))) for depth in _DEPTHS]
+    steps, reads = times(len(DEPTHS)), times(len(LENGTHS) + len(DEPTHS))
+    lone = [Step(1, depth, exactly(next(steps))) for depth in DEPTHS]
     # What a step takes is the least that a read takes, and one more sequence only adds to it.
     least = lone[0].seconds.median if grows else 0.0
-    deep = [Read(n, 0, _exactly(least + next(reads))) for n in _LENGTHS]
-    deep += [Read(_CHUNK, depth, _exactly(least + next(reads))) for depth in _DEPTHS[1:]]
-    return MeasuredMode(SplitMode.LAYER, 512, tuple(deep), (*lone, Step(4, 0, _exactly(least + next(reads)))))
+    deep = [Read(n, 0, exactly(least + next(reads))) for n in LENGTHS]
+    deep += [Read(CHUNK, depth, exactly(least + next(reads))) for depth in DEPTHS[1:]]
+    return MeasuredMode(SplitMode.LAYER, 512, tuple(deep), (*lone, Step(4, 0, exactly(least + next(reads)))))
 
 
 # -- what reading and generating take ----------------------------------------------------------------------------------
@@ -93,7 +62,7 @@ def test_work_in_pieces_takes_what_it_takes_whole(
     mode: MeasuredMode, chunks: int, n: int, depth: int, n_seq: int
 ) -> None:
     """Chunks that are read, and tokens that are generated, can be counted in two parts."""
-    m = chunks * _CHUNK
+    m = chunks * CHUNK
     assert mode.read_s(m, depth) + mode.read_s(n, depth + m) == pytest.approx(mode.read_s(m + n, depth), abs=1e-6)
     parts = mode.generate_s(m, depth, n_seq) + mode.generate_s(n, depth + m, n_seq)
     assert parts == pytest.approx(mode.generate_s(m + n, depth, n_seq), abs=1e-6)
@@ -104,7 +73,7 @@ def test_more_takes_longer_where_it_did_when_measured(mode: MeasuredMode, n: int
     """One more token, one more held before, and one more sequence never make it sooner."""
     least, slack = mode.read_s(n, depth), 1 - 1e-9
     assert mode.read_s(n, depth + 1) >= least * slack
-    if n % _CHUNK:
+    if n % CHUNK:
         assert mode.read_s(n + 1, depth) >= least * slack
     made = mode.generate_s(n, depth, n_seq)
     assert mode.generate_s(n + 1, depth, n_seq) >= made
@@ -115,15 +84,15 @@ def test_more_takes_longer_where_it_did_when_measured(mode: MeasuredMode, n: int
 @given(st.integers(1, 30_000), st.integers(0, 30_000), st.floats(0.1, 1e4), st.floats(0.1, 1e4))
 def test_constant_rates_give_tokens_over_rate(n: int, depth: int, prompt_tps: float, generate_tps: float) -> None:
     """Where every token took the same, so many tokens take so many times that, at any depth."""
-    mode = _constant(SplitMode.LAYER, prompt_tps, generate_tps)
+    mode = constant(SplitMode.LAYER, prompt_tps, generate_tps)
     assert mode.read_s(n, depth) == pytest.approx(n / prompt_tps)
     assert mode.generate_s(n, depth) == pytest.approx(n / generate_tps)
 
 
 def test_what_was_measured_comes_back() -> None:
     """The measured lengths and depths take what they took, and between two of them the middle takes the middle."""
-    reads = (Read(128, 0, _exactly(1.0)), Read(512, 0, _exactly(2.0)), Read(512, 2048, _exactly(3.0)))
-    steps = (Step(1, 0, _exactly(0.1)), Step(1, 1000, _exactly(0.2)), Step(4, 0, _exactly(0.25)))
+    reads = (Read(128, 0, exactly(1.0)), Read(512, 0, exactly(2.0)), Read(512, 2048, exactly(3.0)))
+    steps = (Step(1, 0, exactly(0.1)), Step(1, 1000, exactly(0.2)), Step(4, 0, exactly(0.25)))
     mode = MeasuredMode(SplitMode.LAYER, 512, reads, steps)
     assert [mode.read_s(n) for n in (128, 320, 512)] == pytest.approx([1.0, 1.5, 2.0])
     assert mode.read_s(512, 2048) == pytest.approx(3.0)
@@ -136,26 +105,26 @@ def test_what_was_measured_comes_back() -> None:
 
 def test_a_single_token_that_is_read_takes_what_a_step_takes() -> None:
     """A prompt shorter than any that was measured lies between a step and the shortest of them."""
-    mode = MeasuredMode(SplitMode.LAYER, 512, (Read(101, 0, _exactly(1.1)),), (Step(1, 0, _exactly(0.1)),))
+    mode = MeasuredMode(SplitMode.LAYER, 512, (Read(101, 0, exactly(1.1)),), (Step(1, 0, exactly(0.1)),))
     assert [mode.read_s(n) for n in (1, 51, 101)] == pytest.approx([0.1, 0.6, 1.1])
 
 
 def test_beyond_the_last_point_its_slope_goes_on_and_never_falls() -> None:
     """Deeper than measured, a chunk takes what the last slope says; a slope that falls counts as none."""
-    read, steps = Read(512, 0, _exactly(1.0)), (Step(1, 0, _exactly(0.1)), Step(1, 1000, _exactly(0.3)))
-    rising = MeasuredMode(SplitMode.LAYER, 512, (read, Read(512, 1000, _exactly(2.0))), steps)
+    read, steps = Read(512, 0, exactly(1.0)), (Step(1, 0, exactly(0.1)), Step(1, 1000, exactly(0.3)))
+    rising = MeasuredMode(SplitMode.LAYER, 512, (read, Read(512, 1000, exactly(2.0))), steps)
     assert rising.read_s(512, 3000) == pytest.approx(4.0)
     assert rising.step_s(1, 2000) == pytest.approx(0.5)
-    falling = replace(rising, reads=(read, Read(512, 1000, _exactly(0.5))), steps=tuple(reversed(steps)))
+    falling = replace(rising, reads=(read, Read(512, 1000, exactly(0.5))), steps=tuple(reversed(steps)))
     assert falling.read_s(512, 3000) == pytest.approx(0.5)
     assert falling.step_s(1, 2000) == pytest.approx(0.5)
-    down = replace(rising, steps=(Step(1, 0, _exactly(0.3)), Step(1, 1000, _exactly(0.1))))
+    down = replace(rising, steps=(Step(1, 0, exactly(0.3)), Step(1, 1000, exactly(0.1))))
     assert down.step_s(1, 1e9) == pytest.approx(0.1)
 
 
 def test_more_tokens_than_any_context_holds_are_answered_at_once() -> None:
     """A sum over pieces and not over chunks: the largest number that is allowed takes no longer than a small one."""
-    mode = _constant(SplitMode.LAYER, 800.0, 15.0)
+    mode = constant(SplitMode.LAYER, 800.0, 15.0)
     assert mode.read_s(MAX_TOKENS) == pytest.approx(MAX_TOKENS / 800.0)
     assert mode.generate_s(MAX_TOKENS, MAX_TOKENS) == pytest.approx(MAX_TOKENS / 15.0)
 
@@ -165,7 +134,7 @@ def test_more_tokens_than_any_context_holds_are_answered_at_once() -> None:
 
 def test_a_profile_of_constant_rates_is_those_rates() -> None:
     """The rates of any work are those that were measured, with the switch as later ones of a session take it."""
-    rates = _MEASURED.rates(Work(5000, 700, 100))
+    rates = MEASURED.rates(Work(5000, 700, 100))
     assert rates.layer.prompt_tps == pytest.approx(800.0)
     assert rates.layer.generate_tps == pytest.approx(15.0)
     assert rates.tensor.prompt_tps == pytest.approx(500.0)
@@ -177,9 +146,9 @@ def test_a_profile_of_constant_rates_is_those_rates() -> None:
 
 def test_cached_tokens_cost_nothing_but_their_depth() -> None:
     """A prompt whose cached part is longer reads the rest where it stands: the same tokens, deeper."""
-    reads = (Read(512, 0, _exactly(1.0)), Read(512, 4096, _exactly(2.0)))
-    modes = tuple(replace(one, reads=reads) for one in _MEASURED.modes)
-    profile = replace(_MEASURED, modes=modes)
+    reads = (Read(512, 0, exactly(1.0)), Read(512, 4096, exactly(2.0)))
+    modes = tuple(replace(one, reads=reads) for one in MEASURED.modes)
+    profile = replace(MEASURED, modes=modes)
     flat, deep = profile.rates(Work(512, 10)), profile.rates(Work(4096 + 512, 10, 4096))
     assert 512 / flat.layer.prompt_tps == pytest.approx(1.0)
     assert 512 / deep.layer.prompt_tps == pytest.approx(2.0)
@@ -187,8 +156,8 @@ def test_cached_tokens_cost_nothing_but_their_depth() -> None:
 
 def test_sequences_are_read_in_turn_and_generate_together() -> None:
     """Four prompts take four times one; a step of four takes what it was measured to."""
-    modes = tuple(replace(one, steps=(*one.steps, Step(4, 0, _exactly(0.1)))) for one in _MEASURED.modes)
-    rates = replace(_MEASURED, modes=modes).rates(Work(1024, 100), n_seq=4)
+    modes = tuple(replace(one, steps=(*one.steps, Step(4, 0, exactly(0.1)))) for one in MEASURED.modes)
+    rates = replace(MEASURED, modes=modes).rates(Work(1024, 100), n_seq=4)
     assert 1024 / rates.layer.prompt_tps == pytest.approx(4 * 1024 / 800.0)
     assert 100 / rates.layer.generate_tps == pytest.approx(100 * 0.1)
 
@@ -196,10 +165,10 @@ def test_sequences_are_read_in_turn_and_generate_together() -> None:
 def test_the_spread_decides_what_is_too_close_to_call() -> None:
     """The same medians are told apart where they came back alike, and not where they did not."""
     work = Work(58300, 1000)
-    steady = compare(_MEASURED.rates(work), work)
+    steady = compare(MEASURED.rates(work), work)
     assert (steady.rates.noise, steady.is_close) == (NOISE, False)
-    modes = (_constant(SplitMode.LAYER, 800.0, 15.0, 0.3), _constant(SplitMode.TENSOR, 500.0, 20.0))
-    loose = compare(replace(_MEASURED, modes=modes).rates(work), work)
+    modes = (constant(SplitMode.LAYER, 800.0, 15.0, 0.3), constant(SplitMode.TENSOR, 500.0, 20.0))
+    loose = compare(replace(MEASURED, modes=modes).rates(work), work)
     assert loose.rates.noise == pytest.approx(0.3)
     assert (loose.best, loose.is_close) == (steady.best, True)
 
@@ -207,8 +176,8 @@ def test_the_spread_decides_what_is_too_close_to_call() -> None:
 def test_the_size_of_micro_batches_that_reads_fastest_speaks_for_a_mode() -> None:
     """Without a size the faster one is taken; a named one is taken as it is."""
     slow, fast = (
-        _constant(SplitMode.LAYER, 700.0, 15.0),
-        replace(_constant(SplitMode.LAYER, 900.0, 14.0), n_ubatch=1024),
+        constant(SplitMode.LAYER, 700.0, 15.0),
+        replace(constant(SplitMode.LAYER, 900.0, 14.0), n_ubatch=1024),
     )
     profile = Profile((slow, fast))
     assert profile.of(SplitMode.LAYER) is fast
@@ -218,25 +187,25 @@ def test_the_size_of_micro_batches_that_reads_fastest_speaks_for_a_mode() -> Non
 def test_a_switch_is_taken_from_its_size_way_and_direction() -> None:
     """Between two sizes of the state lies a line, the first of a session counts where no other was measured."""
     one, other = SplitMode.LAYER, SplitMode.TENSOR
-    large = _switch(one, other, 7.0, n_tokens=1512)
-    profile = replace(_MEASURED, switches=(*_MEASURED.switches, large))
+    large = switch(one, other, 7.0, n_tokens=1512)
+    profile = replace(MEASURED, switches=(*MEASURED.switches, large))
     assert profile.switch(one, other, "file", 1012) == pytest.approx((6.0, 0.0))
     assert profile.switch(one, other, "pinned", 1012) == pytest.approx((1.0, 0.5))
     assert profile.switch(other, one, "pinned") is None
     assert profile.ways(one, other) == ("file", "pinned")
-    only_first = Profile(_MEASURED.modes, (_MEASURED.switches[1],))
+    only_first = Profile(MEASURED.modes, (MEASURED.switches[1],))
     assert only_first.switch(one, other, "file") == pytest.approx((9.0, 0.0))
 
 
 def test_what_was_not_measured_is_named_with_its_reason() -> None:
     """A mode that was left out says why; without a reason, and without any switch, the command that measures it."""
-    alone = Profile((_MEASURED.modes[0],), left_out=(LeftOut("tensor", "this build aborts on it"),))
+    alone = Profile((MEASURED.modes[0],), left_out=(LeftOut("tensor", "this build aborts on it"),))
     with pytest.raises(ModeNotMeasured, match="no numbers of tensor mode: this build aborts on it"):
         alone.rates(Work(1, 1))
     with pytest.raises(ModeNotMeasured, match="no numbers of row mode: measure it: splitctl bench"):
         alone.of(SplitMode.ROW)
     with pytest.raises(ModeNotMeasured, match="a switch to tensor"):
-        Profile(_MEASURED.modes).rates(Work(1, 1))
+        Profile(MEASURED.modes).rates(Work(1, 1))
 
 
 # -- what is no measurement --------------------------------------------------------------------------------------------
@@ -255,7 +224,7 @@ def test_a_spread_is_three_times_in_order_or_refused(low: float, middle: float, 
 
 def test_damaged_numbers_are_refused() -> None:
     """Tokens and sequences that cannot be, a way that nobody knows, and a mode without a rate."""
-    good = _exactly(1.0)
+    good = exactly(1.0)
     layer, tensor = SplitMode.LAYER, SplitMode.TENSOR
     for damaged in (
         lambda: Read(0, 0, good),
@@ -267,7 +236,7 @@ def test_damaged_numbers_are_refused() -> None:
         lambda: SwitchTime(layer, tensor, "file", False, 1, good, good, more_ms=math.nan),
         lambda: MeasuredMode(layer, 512, (), (Step(1, 0, good),)),
         lambda: MeasuredMode(layer, 512, (Read(8, 64, good),), (Step(1, 0, good),)),
-        lambda: MeasuredMode(layer, 512, (Read(8, 0, _exactly(0.0)),), (Step(1, 0, good),)),
+        lambda: MeasuredMode(layer, 512, (Read(8, 0, exactly(0.0)),), (Step(1, 0, good),)),
         lambda: MeasuredMode(layer, 512, (Read(8, 0, good),), (Step(2, 0, good),)),
     ):
         with pytest.raises(ConfigInvalid):
