@@ -202,6 +202,21 @@ class ReserveRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class BenchRequest:
+    """Open a session in one placement and time what is asked: every line after this one is a Measure, or the Close.
+
+    Attributes:
+        weights: where its switches take the weights from; AUTO is no such place.
+    """
+
+    model: Path
+    library: Path | None
+    placement: Placement
+    rpc: tuple[str, ...] = ()
+    weights: WeightsTier = WeightsTier.FILE
+
+
+@dataclass(frozen=True, slots=True)
 class HostRequest:
     """Serve a hosted session: every line after this one is an order (`orders.ORDERS`) or a control line.
 
@@ -217,7 +232,10 @@ class HostRequest:
     weights_fd: int | None = None
 
 
-JobRequest = DevicesRequest | DoctorRequest | RunRequest | ProbeRequest | VerifyRequest | ReserveRequest | HostRequest
+JobRequest = (
+    DevicesRequest | DoctorRequest | RunRequest | ProbeRequest | VerifyRequest | ReserveRequest | BenchRequest
+    | HostRequest
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

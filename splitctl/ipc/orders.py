@@ -215,12 +215,38 @@ class Restore:
 
 
 @dataclass(frozen=True, slots=True)
+class Measure:
+    """Time some work in a session that is opened for it alone (`bench`). Answered by Measured, after a Timed for each.
+
+    What is left at its default is not done. Before what counts something alike is done that does not.
+
+    Attributes:
+        reads: tokens to read at once into an empty sequence, each by itself.
+        n_seqs: sequences to generate together, each after a few tokens.
+        depths: tokens that a sequence holds when `chunk` more are read into it, ascending; after each it generates.
+        chunk: tokens.
+        n_steps: steps of a generation that count.
+        target: where to switch to; the first sequence generates after it.
+        n_held: tokens that the first sequence holds at the switch.
+    """
+
+    order: int
+    reads: tuple[int, ...] = ()
+    n_seqs: tuple[int, ...] = ()
+    depths: tuple[int, ...] = ()
+    chunk: int = 0
+    n_steps: int = 1
+    target: Placement | None = None
+    n_held: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """End the session and the worker; answered by the last event."""
 
 
 Order = (
-    Open | Tokenize | Start | Halt | Switch | HandOver | GoOn | TakeOver | Check | Save | Restore | Close
+    Open | Tokenize | Start | Halt | Switch | HandOver | GoOn | TakeOver | Check | Save | Restore | Measure | Close
 )  # fmt: skip
 
 ORDERS = kinds_of(Order)
@@ -503,6 +529,31 @@ class Replaced:
 
 
 @dataclass(frozen=True, slots=True)
+class Timed:
+    """One thing that was timed.
+
+    Attributes:
+        is_read: whether `n` tokens were read at once; else one token was generated for each of `n` sequences.
+        depth: tokens that the sequence, or each of them, held before.
+        seconds: what it took; of several steps the mean.
+    """
+
+    order: int
+    is_read: bool
+    n: int
+    depth: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """All of a Measure is done; `outcome` is that of its switch, confirmed, or None without one."""
+
+    order: int
+    outcome: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """An order could not be carried out; the session is as it was. Its fields are those of a Failure."""
 
@@ -520,7 +571,7 @@ class Alive:
 
 Report = (
     Opened | Tokenized | Reading | Step | Ended | Forgot | StageReached | Sealed | Unsealed | FitsBeside | HandedOver
-    | TookOver | FirstStep | Switched | Trial | Checked | Saved | Replaced | Failed | Alive
+    | TookOver | FirstStep | Switched | Trial | Checked | Saved | Replaced | Timed | Measured | Failed | Alive
 )  # fmt: skip
 
 REPORTS = kinds_of(Report)

@@ -19,6 +19,7 @@ from llama_native import Library
 from splitctl.errors import Cancelled
 from splitctl.ipc import jobs
 from splitctl.ipc.jobs import (
+    BenchRequest,
     DevicesRequest,
     DoctorRequest,
     Failure,
@@ -109,7 +110,7 @@ def _answer(
     request: JobRequest, env: Mapping[str, str], emit: Emitter, cancel: CancelGate, inbox: Inbox
 ) -> WorkerEvent:
     """Do a request; give the last event."""
-    model = request.model if isinstance(request, RunRequest | ProbeRequest | HostRequest) else None
+    model = request.model if isinstance(request, RunRequest | ProbeRequest | BenchRequest | HostRequest) else None
     if cancel.is_set():
         return failure_of(Cancelled("the start"))
     try:
@@ -139,6 +140,10 @@ def _answer(
                 from splitctl.worker import run  # noqa: PLC0415 - as below
 
                 return run.run(request, library, env, emit, cancel)
+            case BenchRequest():
+                from splitctl.worker import bench  # noqa: PLC0415 - as below
+
+                return bench.bench(request, library, env, emit, inbox, cancel)
             case HostRequest():
                 # Half of what a worker imports is a session, which a trial does without.
                 from splitctl.worker import serve  # noqa: PLC0415

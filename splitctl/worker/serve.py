@@ -316,7 +316,7 @@ class _Server:
                 self._checks.begin(order)
             case orders.GoOn():
                 self._beside = None
-            case orders.Open() | orders.Close():
+            case orders.Open() | orders.Close() | orders.Measure():
                 raise MessageInvalid("", type(order).__name__, "an order of a session that is open")
             case _:
                 number = order.order.order if isinstance(order, CheckDone) else order.order

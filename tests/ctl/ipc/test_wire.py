@@ -36,6 +36,7 @@ ORDERS = (
     orders.Check(5, PLACEMENT),
     orders.Save(6, Path("/x/y")),
     orders.Restore(7, Path("/x/y")),
+    orders.Measure(8, (512,), (1, 4), (0, 1024), 512, 8, PLACEMENT, 100),
     orders.Close(),
 )
 REPORTS = (
@@ -57,6 +58,8 @@ REPORTS = (
     orders.Checked(1, PLACEMENT, reasons=({"code": "c", "text": "t"},), conversions=("x",), state_bytes=5),
     orders.Saved(1, 2),
     orders.Replaced(1, (BOOK,)),
+    orders.Timed(1, is_read=True, n=512, depth=0, seconds=0.5),
+    orders.Measured(1, {"status": "switched"}),
     orders.Failed(1, Fault.CONFIG, "ConfigInvalid", "m", {"a": 1}),
     orders.Alive(),
 )
