@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,12 +38,12 @@ class PolicyOptions:
     Attributes:
         is_on: the host switches by itself.
         rates: the file of rates; None: the kept profile.
-        settings: the bounds.
+        bounds: those of `Settings` that are named, in seconds.
     """
 
     is_on: bool
     rates: Path | None
-    settings: Settings
+    bounds: Mapping[str, float]
 
 
 def policy_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,8 +96,8 @@ def policy_options(command: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if rates is not None and choice == "off":
             raise click.UsageError("--rates is for --policy auto; give both or neither")
-        settings = Settings(min_stay_s=min_stay_s, max_wait_s=max_wait_s, max_pause_s=max_pause_s)
-        return command(policy=PolicyOptions(choice == "auto", rates, settings), **given)
+        bounds = {"min_stay_s": min_stay_s, "max_wait_s": max_wait_s, "max_pause_s": max_pause_s}
+        return command(policy=PolicyOptions(choice == "auto", rates, bounds), **given)
 
     return wrapped
 
@@ -115,15 +115,17 @@ def policy_config(
 
     Raises:
         NoNumbers: nobody says it.
+        ConfigInvalid: a bound is none.
         RatesInvalid: the file of rates has none.
         SplitctlError: the model's file or the library cannot be used.
         OSError: the file of rates cannot be read.
     """
+    settings = Settings(**options.bounds)
     if not options.is_on:
-        return PolicyConfig(settings=options.settings)
+        return PolicyConfig()
     if options.rates is not None:
         costs, source = _rated(options.rates, weights), f"rates of {options.rates}"
-        return PolicyConfig(costs, source, options.settings)
+        return PolicyConfig(costs, source, settings)
     from splitctl.cli.profiled import find_profile  # noqa: PLC0415 - numpy, which --help does without
     from splitctl.ipc.profiles import day_of  # noqa: PLC0415 - as above
 
@@ -133,7 +135,7 @@ def policy_config(
         raise NoNumbers(f"--policy auto cannot tell how fast the modes are: {found.why}; or give --rates FILE")
     if found.kept is None:
         log(f"policy: {found.why}; until then that profile is used")
-    return PolicyConfig(costs_of(kept.profile, _way_of(kept.profile, weights)), day_of(kept), options.settings)
+    return PolicyConfig(costs_of(kept.profile, _way_of(kept.profile, weights)), day_of(kept), settings)
 
 
 def _rated(file: Path, weights: WeightsTier) -> Costs:

@@ -88,7 +88,8 @@ class Auto:
         self._switches = switches
         self._session = session
         self._clock = clock
-        self._policy = None if config.costs is None else Policy(Learned(config.costs), config.settings)
+        self._learned = None if config.costs is None else Learned(config.costs)
+        self._policy = None if self._learned is None else Policy(self._learned, config.settings)
         self._answers = Answers()
         self._fault = ""
         self._decision: Decision | None = None
@@ -217,10 +218,11 @@ class Auto:
         self._told.append(told)
         outcome, status = newest.outcome, SwitchStatus(told[1])
         if status is SwitchStatus.SWITCHED:
-            ms = outcome.get("pause_ms")
-            policy.switched(
-                now, succeeded=True, seconds=newest.took_s if ms is None else ms * _MS, after=newest.target.mode
-            )
+            ms, way = outcome.get("pause_ms"), (newest.original.mode, newest.target.mode)
+            seconds = newest.took_s if ms is None else ms * _MS
+            if self._learned is not None and set(way) == set(MODES):
+                self._learned.observe_switch(*way, int(outcome.get("n_tokens") or 0), seconds)
+            policy.switched(now, succeeded=True, seconds=seconds, after=way[1])
         elif newest is mine or status is SwitchStatus.FELL_BACK:
             # A person's wish that was refused, or taken back, says nothing of the next switch.
             self._failed(policy, newest, now, str(outcome.get("reason") or status.value))

@@ -725,6 +725,29 @@ def test_numbers_name_the_tier_and_the_pause_of_the_last_switch(shared: Site) ->
     assert "splitctl_switch_pause_seconds 0.08\n" in shared.get("/metrics").raw.decode()
 
 
+def test_numbers_say_what_the_policy_does(shared: Site) -> None:
+    """Its decisions by what they do, prompts that it holds, and how long it held others; nothing where it is off."""
+    shared.session.more = {
+        "policy": {
+            "policy": "auto",
+            "held": 3,
+            "decisions": {"hold": 2, "switch": 1},
+            "waits": {"count": 4, "sum_s": 1.5, "longest_s": 1.0},
+        }
+    }
+    numbers = shared.get("/metrics").raw.decode()
+    for line in (
+        'splitctl_policy_decisions_total{action="hold"} 2.0',
+        'splitctl_policy_decisions_total{action="switch"} 1.0',
+        "splitctl_policy_held 3.0",
+        "splitctl_policy_wait_seconds_count 4.0",
+        "splitctl_policy_wait_seconds_sum 1.5",
+    ):
+        assert f"{line}\n" in numbers
+    shared.session.more = {"policy": {"policy": "off"}}
+    assert "splitctl_policy" not in shared.get("/metrics").raw.decode()
+
+
 def test_numbers_have_no_created_series(shared: Site) -> None:
     """Counters say what they count, and not when they began."""
     assert b"_created" not in shared.get("/metrics").raw
