@@ -34,7 +34,7 @@ _N_ANSWERS = 256
 #: Answers of one limit from which on they alone count.
 _ENOUGH = 4
 #: What an answer is taken for before any has ended, tokens, and how many such answers that is worth.
-_ASSUMED, _N_ASSUMED = 256.0, 1
+_ASSUMED, _N_ASSUMED = 64.0, 1
 
 
 def other_than(mode: SplitMode) -> SplitMode:
@@ -205,7 +205,7 @@ class Answers:
         alike = [made for of, made in longer if of == limit]
         # Answers with the same limit are mostly of one kind of client.
         known = alike if len(alike) >= _ENOUGH else [made for _, made in longer]
-        left = math.fsum(made - n_made for made in known) + _N_ASSUMED * max(_ASSUMED, n_made)
+        left = math.fsum(made - n_made for made in known) + _N_ASSUMED * max(_ASSUMED, n_made / 2)
         mean = left / (len(known) + _N_ASSUMED)
         return max(mean if limit is None else min(mean, limit - n_made), 1.0)
 

@@ -26,6 +26,16 @@ from splitctl.planning.plans import Bounds, Kind, Next, Plan, Plans
 _MAX_S = 7 * 24 * 3600.0
 #: Requests by which what usually comes is known, and after how many new ones it is looked at again.
 _N_SHAPES, _EVERY = 16, 4
+#: Pauses that what was lost or won by switching is remembered up to; those that may be lost before more has to be
+#: saved by a switch out of the mode that would have been best; and the share of what is lost beyond that is asked more.
+_REMEMBERED, _ALLOWED, _STRICTER = 20.0, 1.0, 0.5
+#: Most pauses that regret counts for.
+_MOST_REGRET = 3.0
+#: What tells how fast a mode is: tokens of a prompt, depth of a step.
+_PROMPT, _DEPTH = 2048, 1024
+#: While the mode is the slower one for what is done: share of a pause that regret grows by until it is looked at again;
+#: and the least time until then [s].
+_PATIENCE, _LOOK_S = 0.25, 0.25
 #: Share by which a new request moves what is usual.
 _SLOWLY = 0.1
 #: Shares of a switch's pause: what holding prompts, and a switch while nobody is there, have to save.
@@ -155,9 +165,9 @@ class Policy:
         self._mode: SplitMode | None = None
         # Seconds that what was served took more than it would have in the other mode; never below zero.
         self._regret = 0.0
-        # Seconds of all that was served: as it was, and as it would have been in each mode.
-        self._own_s = 0.0
-        self._fixed_s = dict.fromkeys(MODES, 0.0)
+        # Seconds that all that was served took more, switches included, than it would have in one mode for good.
+        self._over = dict.fromkeys(MODES, 0.0)
+        self._pause = 0.0
         self._seen: set[int] = set()
         self._shapes: deque[tuple[int, int, int]] = deque(maxlen=_N_SHAPES)
         self._crowd = 1.0
@@ -179,7 +189,7 @@ class Policy:
         del after
         self._free_at = at + self.settings.min_stay_s
         if not self._was_empty:
-            self._own_s += seconds
+            self._took(seconds, dict.fromkeys(MODES, 0.0))
         if succeeded:
             self._n_failures = 0
             self._regret = 0.0
@@ -204,10 +214,13 @@ class Policy:
             self._served(mode, seconds * n_steps, self.costs.step_s(other_than(mode), n_seq, depth) * n_steps)
 
     def _served(self, mode: SplitMode, seconds: float, other_s: float) -> None:
-        self._own_s += seconds
-        self._fixed_s[mode] += seconds
-        self._fixed_s[other_than(mode)] += other_s
+        self._took(seconds, {mode: seconds, other_than(mode): other_s})
         self._regret = max(self._regret + seconds - other_s, 0.0)
+
+    def _took(self, seconds: float, fixed: Mapping[SplitMode, float]) -> None:
+        # Bounded: what was long ago shall not outweigh what comes for ever.
+        bound = _REMEMBERED * self._pause
+        self._over = {mode: min(max(self._over[mode] + seconds - fixed[mode], -bound), bound) for mode in MODES}
 
     # ---- what to do ----
 
@@ -230,7 +243,7 @@ class Policy:
         return Plans(self.costs, situation.n_seq_max, bounds)
 
     def _decide_busy(self, situation: Situation, floor: Floor, plans: Plans) -> Decision:
-        pause = floor.pause_s()
+        pause = self._pause = floor.pause_s()
         # To be in this mode for good is a plan, and stays: the first one.
         stays: tuple[float, Plan, Next] = (math.inf, Plan(Kind.BE, situation.mode), Next(switches=False))
         goes: tuple[float, Plan, Next] | None = None
@@ -238,7 +251,7 @@ class Policy:
             now = plans.next(floor, plan)
             seconds = self._seconds(floor.copy(), plan, plans)
             if plan.kind is Kind.BE and plan.mode is not situation.mode:
-                seconds -= min(self._regret, pause)
+                seconds -= min(self._regret, _MOST_REGRET * pause)
             if now.switches:
                 if goes is None or seconds < goes[0]:
                     goes = seconds, plan, now
@@ -247,11 +260,34 @@ class Policy:
         numbers = {"stay_s": stays[0], "pause_s": pause, "regret_s": self._regret}
         if goes is not None:
             numbers["go_s"] = goes[0]
-            if goes[0] + self.settings.hysteresis * pause < stays[0]:
+            if goes[0] + self._margin(situation.mode) * pause < stays[0]:
                 return Decision(other_than(situation.mode), frozenset(), None, "goes", numbers)
-        now = stays[2]
-        look = now.until - situation.at if math.isfinite(now.until) else None
-        return Decision(situation.mode, now.held, look, "stays", numbers)
+        until = min(stays[2].until - situation.at, self._until_regret(floor, plans, pause))
+        return Decision(situation.mode, stays[2].held, until if math.isfinite(until) else None, "stays", numbers)
+
+    def _until_regret(self, floor: Floor, plans: Plans, pause: float) -> float:
+        """Give the seconds until what is done now may have cost a switch's pause; nothing else would be asked for."""
+        if plans.allowed_at(floor) == math.inf:
+            return math.inf
+        n_seq = sum(1 for job in floor.active if not job.n_unread) or 1
+        mode = floor.mode
+        share = 1.0 - (
+            self.costs.step_s(other_than(mode), n_seq, _DEPTH) / self.costs.step_s(mode, n_seq, _DEPTH)
+            if len(floor.active) == n_seq
+            else self.costs.read_s(other_than(mode), _PROMPT, 0) / self.costs.read_s(mode, _PROMPT, 0)
+        )
+        if share <= 0.0:
+            return math.inf
+        missing = max((1.0 + self.settings.hysteresis) * pause - self._regret, _PATIENCE * pause)
+        return max(missing / share, _LOOK_S)
+
+    def _margin(self, mode: SplitMode) -> float:
+        """Say what a switch out of a mode has to save beyond its pause, as a share of that."""
+        if self._over[mode] < self._over[other_than(mode)]:
+            # To where it would have been best to be all the time.
+            return self.settings.hysteresis
+        lost = max(self._over[mode] / self._pause - _ALLOWED, 0.0) if self._pause else 0.0
+        return self.settings.hysteresis + _STRICTER * lost
 
     def _seconds(self, floor: Floor, plan: Plan, plans: Plans) -> float:
         start = floor.at
