@@ -173,17 +173,24 @@ def _finish(body: dict[str, Any], screen: Screen) -> ExitCode:
         print_json(error_body("Cancelled", outcome["reason"], code, body))
     elif screen.as_json:
         print_json(body)
-    if outcome is None:
-        screen.line(_rates(body))
-        return code
-    if not screen.as_json:
+    if outcome is not None and not screen.as_json:
         show_switch(outcome, screen)
     screen.line(_rates(body))
-    if body["payoff"] is not None:
-        screen.line(body["payoff"]["sentence"])
-    if code is not ExitCode.DONE:
+    if body["payoff"] is not None and (verdict := _verdict(body["payoff"])):
+        screen.line(verdict)
+    if outcome is not None and code is not ExitCode.DONE:
         screen.line(f"splitctl: {outcome_line(outcome)}")
     return code
+
+
+def _verdict(payoff: dict[str, Any]) -> str:
+    """Say what the switch was worth, or that one would have paid; nothing where the mode was well chosen."""
+    known = payoff["by_profile"]
+    if payoff["rates"]["switch_s"] is None:
+        is_worth_a_line = known["saved_s"] < 0.0 and not known["close"]
+        return str(known["sentence"]) if is_worth_a_line else ""
+    # What the run shows by itself is certain; what it cannot tell the profile can.
+    return str(payoff["sentence"] if known is None or payoff["paid"] is not None else known["sentence"])
 
 
 def _rates(body: dict[str, Any]) -> str:
@@ -193,6 +200,6 @@ def _rates(body: dict[str, Any]) -> str:
         part = timings[name]
         rate = f"{part['tps']:,.1f} tokens/s" if part["tps"] is not None else "-"
         parts[name] = f"{name} {part['n']} tokens at {rate}"
-    if body["payoff"] is not None:
+    if body["payoff"] is not None and body["payoff"]["rates"]["switch_s"] is not None:
         parts["generate"] = f"switch {body['payoff']['rates']['switch_s']:,.2f} s, {parts['generate']}"
     return ", ".join(parts.values())

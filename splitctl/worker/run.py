@@ -15,12 +15,13 @@ from splitctl.carry.sampling import SamplerSpec
 from splitctl.errors import Cancelled, ConfigInvalid, ContextFull, Parked, Refused, SplitctlError
 from splitctl.ipc.jobs import Failure, JobEvent, Partial, Piece, Progress, Result, RunRequest
 from splitctl.ipc.probes import Prober
+from splitctl.ipc.profiles import KeptProfile, day_of, look_up
 from splitctl.ipc.reserving import Reserver
 from splitctl.model.chat_messages import messages_from
 from splitctl.model.facts import ModelFacts
 from splitctl.outcome import Stage, SwitchOutcome, SwitchStatus, WeightsTier
 from splitctl.placement import Placement, SplitMode
-from splitctl.planning.payoff import SwitchedRun, look_back
+from splitctl.planning.payoff import ByProfile, SwitchedRun, by_profile, look_back, without_switch
 from splitctl.probing.free_memory import device_facts
 from splitctl.session import Session
 from splitctl.session.opening import trials_of
@@ -68,6 +69,9 @@ class _Run:
         stopped: why the generation ended: eos, stop, length, context, or None while it has not.
         switch: the outcome object, or None without a switch.
         n_devices: devices that share the work, or more.
+        weights: where a switch takes the weights from, as it was asked for.
+        n_held: tokens of the session before the prompt.
+        profile: what was measured of this model on these devices, and is kept; None without.
         restored: what the restore of a saved session came to, or None without one.
     """
 
@@ -84,6 +88,9 @@ class _Run:
     stopped: str | None = None
     switch: dict[str, Any] | None = None
     n_devices: int = 1
+    weights: WeightsTier = WeightsTier.FILE
+    n_held: int = 0
+    profile: KeptProfile | None = None
     restored: dict[str, Any] | None = None
 
     @property
@@ -124,27 +131,43 @@ class _Run:
         }
 
     def _payoff(self) -> dict[str, Any] | None:
-        """Say whether the switch can have paid; None where none was begun, and while the generation has not ended."""
-        if self.switch is None or self.generate_ms is None:
+        """Say what the switch was worth, or by a profile the lack of one; None while the generation has not ended.
+
+        None too where a switch was refused or only batch sizes changed: that was done for the memory.
+        """
+        if self.generate_ms is None:
             return None
+        if self.switch is None:
+            seen = self._seen(self.placement.mode, 0.0, self.weights)
+            known = self._by_profile(seen)
+            return None if known is None else without_switch(seen, known).to_json()
         if self.switch["status"] in {SwitchStatus.PARKED.value, SwitchStatus.REFUSED.value}:
             return None
         if self.reading.mode.value == self.switch["requested"]:
-            return None  # Other batch sizes in the same mode: it was done for the memory.
+            return None
         # A trial in a child is made once for a build and a kind of model: its time is no part of the switch.
         switch_ms = self.switch["total_ms"] - (self.switch["stages_ms"]["checking"] or 0.0)
-        seen = SwitchedRun(
+        weights = None if self.switch["weights"] is None else WeightsTier(self.switch["weights"])
+        seen = self._seen(SplitMode(self.switch["requested"]), max(switch_ms, 0.0) / 1e3, weights)
+        return dataclasses.replace(look_back(seen, self.n_devices), by_profile=self._by_profile(seen)).to_json()
+
+    def _seen(self, requested: SplitMode, switch_s: float, weights: WeightsTier | None) -> SwitchedRun:
+        return SwitchedRun(
             reads_in=self.reading.mode,
             generates_in=self.placement.mode,
-            requested=SplitMode(self.switch["requested"]),
+            requested=requested,
             n_prompt=self.n_prompt,
             prompt_s=None if self.prompt_ms is None else self.prompt_ms / 1e3,
             n_generated=len(self.tokens),
-            generate_s=self.generate_ms / 1e3,
-            switch_s=max(switch_ms, 0.0) / 1e3,
-            weights=None if self.switch["weights"] is None else WeightsTier(self.switch["weights"]),
+            generate_s=None if self.generate_ms is None else self.generate_ms / 1e3,
+            switch_s=switch_s,
+            weights=weights,
+            n_held=self.n_held,
+            n_ubatch=self.reading.n_ubatch,
         )
-        return look_back(seen, self.n_devices).to_json()
+
+    def _by_profile(self, seen: SwitchedRun) -> ByProfile | None:
+        return None if self.profile is None else by_profile(seen, self.profile.profile, day_of(self.profile))
 
 
 def run(request: RunRequest, library: Library, env: Mapping[str, str], emit: Emit, cancel: threading.Event) -> JobEvent:
@@ -167,7 +190,7 @@ def run(request: RunRequest, library: Library, env: Mapping[str, str], emit: Emi
         if reasons:
             raise Refused(reasons)
     first = _first_placement(request, library, env, facts)
-    state = _Run(first, first, facts, request.sampler.seeded())
+    state = _Run(first, first, facts, request.sampler.seeded(), weights=request.weights)
     prober = trials_of(library, env, cancel.is_set)
     state.n_devices = len(request.placement.devices or prober.device_names)
     if request.rpc and request.placement.mode is not first.mode and request.placement.mode in TRIED:
@@ -231,6 +254,9 @@ def _work(
                 raise Parked(session.parked_at)
             _end_if(cancel, "the switch")
         _generate(session, request, emit, cancel, state)
+        # Samples of the file tell it from others; now they are in memory, and nobody waits for a first token.
+        found = look_up(library.path, state.facts, request.placement, prober.device_names, request.rpc)
+        state.profile = found.kept
         if request.save is not None:
             emit(Progress("saving", None, str(request.save)))
             session.save(request.save)
@@ -258,6 +284,7 @@ def _restore(session: Session, path: Path, request: RunRequest, emit: Emit, stat
 def _read_prompt(session: Session, request: RunRequest, emit: Emit, steps: Steps, state: _Run) -> None:
     tokens = _prompt_tokens(session, request)
     state.n_prompt = len(tokens)
+    state.n_held = len(session.tokens())
     asked = request.placement.n_ctx
     if 0 < asked < len(tokens):
         # The library rounds a small context up, so that the tokens might fit: what was asked for counts.

@@ -11,6 +11,11 @@ from typing import Any
 
 import pytest
 
+from splitctl.ipc.profiles import KeptProfile, ProfileKey, day_of, driver_text, keep
+from splitctl.model.facts import read_facts
+from splitctl.placement import Placement, SplitMode
+from splitctl.planning.profile import Profile
+from tests.ctl.planning.profiles import constant
 from tests.stublib import build, needs_compiler, write_model
 
 _ROOT = Path(__file__).parents[3]
@@ -85,3 +90,40 @@ def test_a_refused_switch_has_no_price(tmp_path: Path) -> None:
     env = {"STUB_FAULTS": "decode:abort:tensor", "XDG_CACHE_HOME": str(tmp_path)}
     body, _ = _run("-m", model, "--lib", build(), *_RUN, "-p", "hi", "-n", "4", code=4, **env)
     assert (body["switch"]["status"], body["payoff"]) == ("refused", None)
+
+
+@needs_compiler
+@pytest.mark.stub
+@pytest.mark.parametrize(
+    ("more", "rates", "paid", "said"),
+    [
+        (["-psm", "layer", "-sm", "tensor"], (1.0, 1.0), True, "the switch paid: "),
+        (["-sm", "layer"], (1e6, 1e6), None, "tensor mode throughout would have saved "),
+    ],
+    ids=["paid", "another mode would have been better"],
+)
+def test_a_run_is_held_against_the_kept_profile(
+    more: list[str],
+    rates: tuple[float, float],
+    paid: bool | None,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a profile the last line says whether the switch paid, or what would have been better."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = write_model(tmp_path / "tiny.gguf")
+    modes = (constant(SplitMode.LAYER, 1.0, 1.0), constant(SplitMode.TENSOR, *rates))
+    placement = Placement(devices=("CPU", "CPU"), n_threads=1)
+    key = ProfileKey.of(build(), read_facts(model), placement)
+    kept = KeptProfile(key, Profile(modes), 1.7e9, "b1", driver_text(), model, "tiny", "1")
+    keep(kept)
+    plain = ["--device", "CPU,CPU", "-c", "512", "--temp", "0", "-t", "1", "--force", "-p", "hi" * 200, "-n", "2"]
+    body, told = _run("-m", model, "--lib", build(), *plain, *more, XDG_CACHE_HOME=str(tmp_path))
+    payoff = body["payoff"]
+    known = payoff["by_profile"]
+    assert (known["paid"], known["saved_s"] > 0.0) == (paid, bool(paid))
+    assert known["sentence"].endswith(f"(by the profile of {day_of(kept)})")
+    # What the run itself can rule out is said first: times of a stub are all alike.
+    assert told.splitlines()[-1] == (payoff if payoff["paid"] is False else known)["sentence"]
+    assert known["sentence"].startswith(said)
