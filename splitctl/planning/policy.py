@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, fields
 
 from splitctl.errors import ConfigInvalid
 from splitctl.placement import SplitMode
+from splitctl.planning import reasons
 from splitctl.planning.floor import Floor, Job
 from splitctl.planning.learned import MODES, Costs, Learned, other_than
 from splitctl.planning.plans import Bounds, Kind, Next, Plan, Plans
@@ -36,6 +37,10 @@ _PROMPT, _DEPTH = 2048, 1024
 #: While the mode is the slower one for what is done: share of a pause that regret grows by until it is looked at again;
 #: and the least time until then [s].
 _PATIENCE, _LOOK_S = 0.25, 0.25
+#: Waiting requests that are thought of; those behind them wait anyway.
+_MOST_WAITING = 32
+#: Nobody is asked again sooner [s].
+_SOONEST_S = 1e-3
 #: Share by which a new request moves what is usual.
 _SLOWLY = 0.1
 #: Shares of a switch's pause: what holding prompts, and a switch while nobody is there, have to save.
@@ -160,9 +165,9 @@ class Policy:
         self.settings = settings or Settings()
         self._free_at = self._blocked_until = -math.inf
         self._n_failures = 0
-        self._wished: SplitMode | None = None
         self._was_empty = True
         self._mode: SplitMode | None = None
+        self._more_s = 0.0
         # Seconds that what was served took more than it would have in the other mode; never below zero.
         self._regret = 0.0
         # Seconds that all that was served took more, switches included, than it would have in one mode for good.
@@ -209,7 +214,7 @@ class Policy:
     def observe_step(self, mode: SplitMode, n_seq: int, depth: float, seconds: float, n_steps: int = 1) -> None:
         """Note that each of so many sequences, which hold `depth` tokens, made `n_steps` tokens, `seconds` each."""
         if isinstance(self.costs, Learned):
-            self.costs.observe_step(mode, n_seq, depth, seconds)
+            self.costs.observe_step(mode, n_seq, depth, seconds, self._more_s * 1e3)
         if mode in MODES:
             self._served(mode, seconds * n_steps, self.costs.step_s(other_than(mode), n_seq, depth) * n_steps)
 
@@ -226,44 +231,100 @@ class Policy:
 
     def decide(self, situation: Situation) -> Decision:
         """Say which mode to be in, and which requests to hold."""
-        if situation.mode not in MODES:
-            return Decision(situation.mode, frozenset(), None, f"stays in {situation.mode.value}: it was not measured")
+        mode = situation.mode
+        if mode not in MODES:
+            return Decision(mode, frozenset(), None, f"stays in {mode.value}: it is none of those that were measured")
+        self._note_mode(mode)
         self._learn_of(situation)
         self._was_empty = not situation.waiting and not situation.active
-        plans = self._plans(situation)
-        floor = _floor_of(situation, self.costs, self._free_at - self.settings.min_stay_s)
-        self._look_back(situation, plans)
-        if floor.is_empty:
-            return self._decide_empty(situation, floor, plans)
-        return self._decide_busy(situation, floor, plans)
-
-    def _plans(self, situation: Situation) -> Plans:
         own = self.settings
         bounds = Bounds(own.min_stay_s, own.max_wait_s, own.max_pause_s, self._blocked_until)
-        return Plans(self.costs, situation.n_seq_max, bounds)
+        plans = Plans(self.costs, situation.n_seq_max, bounds)
+        floor = _floor_of(situation, self.costs, self._free_at - own.min_stay_s, self._more_s)
+        self._look_back(situation, plans)
+        self._pause = floor.pause_s()
+        return self._decide_empty(floor, plans) if floor.is_empty else self._decide_busy(floor, plans)
 
-    def _decide_busy(self, situation: Situation, floor: Floor, plans: Plans) -> Decision:
-        pause = self._pause = floor.pause_s()
+    def _note_mode(self, mode: SplitMode) -> None:
+        if self._mode is not None and self._mode is not mode:
+            self._more_s = self.costs.switch(self._mode, mode, 0)[1] / 1e3
+        self._mode = mode
+
+    def _decide_busy(self, floor: Floor, plans: Plans) -> Decision:
+        mode, pause = floor.mode, self._pause
         # To be in this mode for good is a plan, and stays: the first one.
-        stays: tuple[float, Plan, Next] = (math.inf, Plan(Kind.BE, situation.mode), Next(switches=False))
+        stays: tuple[float, Plan, Next] = (math.inf, Plan(Kind.BE, mode), Next(switches=False))
         goes: tuple[float, Plan, Next] | None = None
         for plan in plans.all(floor):
             now = plans.next(floor, plan)
             seconds = self._seconds(floor.copy(), plan, plans)
-            if plan.kind is Kind.BE and plan.mode is not situation.mode:
+            if plan.kind is Kind.BE and plan.mode is not mode:
                 seconds -= min(self._regret, _MOST_REGRET * pause)
             if now.switches:
                 if goes is None or seconds < goes[0]:
                     goes = seconds, plan, now
             elif seconds < stays[0] - _HOLDING * pause * bool(now.held):
                 stays = seconds, plan, now
-        numbers = {"stay_s": stays[0], "pause_s": pause, "regret_s": self._regret}
+        more = self._margin(mode) * pause
+        numbers = self._numbers(floor, len(stays[2].held)) | {"stay_s": stays[0]}
         if goes is not None:
             numbers["go_s"] = goes[0]
-            if goes[0] + self._margin(situation.mode) * pause < stays[0]:
-                return Decision(other_than(situation.mode), frozenset(), None, "goes", numbers)
-        until = min(stays[2].until - situation.at, self._until_regret(floor, plans, pause))
-        return Decision(situation.mode, stays[2].held, until if math.isfinite(until) else None, "stays", numbers)
+            if goes[0] + more < stays[0]:
+                sentence = reasons.going(plans, floor, goes[1], pause, self._regret)
+                return Decision(other_than(mode), frozenset(), None, sentence, numbers)
+        now = stays[2]
+        until = min(now.until - floor.at, self._until_regret(floor, plans, pause))
+        sentence = reasons.staying(plans, floor, now, more, stays[0], goes[0] if goes else math.inf)
+        if goes is None and stays[1].kind is Kind.BE and stays[1].mode is not mode:
+            sentence = self._why_not(floor)
+        return Decision(mode, now.held, max(until, _SOONEST_S) if math.isfinite(until) else None, sentence, numbers)
+
+    def _decide_empty(self, floor: Floor, plans: Plans) -> Decision:
+        mode = floor.mode
+        gain = self._endings[mode] - self._endings[other_than(mode)]
+        numbers = self._numbers(floor, 0) | {"gain_s": gain}
+        if gain <= _WORTH_IDLE * self._pause:
+            return Decision(mode, frozenset(), None, f"stays in {mode.value}: nobody is there", numbers)
+        at = plans.allowed_at(floor)
+        if at > floor.at:
+            return Decision(mode, frozenset(), max(at - floor.at, _SOONEST_S), self._why_not(floor), numbers)
+        there = other_than(mode)
+        why = f"nobody is there, and a request like the last {len(self._shapes)} takes {gain:,.2f} s less from there"
+        return Decision(there, frozenset(), None, f"goes to {there.value}: {why}", numbers)
+
+    def _why_not(self, floor: Floor) -> str:
+        """Say which bound is in the way of a switch that would be made."""
+        start, own = f"stays in {floor.mode.value}: ", self.settings
+        if self._blocked_until > floor.at:
+            return f"{start}the last switch failed, and none is tried for {self._blocked_until - floor.at:,.1f} s"
+        if self._pause > own.max_pause_s and any(not job.n_unread for job in floor.active):
+            return f"{start}a switch pauses streams for {self._pause:,.1f} s, and {own.max_pause_s:g} s are allowed"
+        return f"{start}the last switch was less than {own.min_stay_s:g} s ago"
+
+    def _numbers(self, floor: Floor, n_held: int) -> dict[str, float]:
+        unread = [job.n_unread for job in (*floor.active, *floor.queue) if job.n_unread]
+        return {
+            "n_prompts": len(unread),
+            "n_uncached": sum(unread),
+            "n_to_come": sum(job.n_left for job in (*floor.active, *floor.queue)),
+            "n_held": n_held,
+            "pause_s": self._pause,
+            "regret_s": self._regret,
+            "backoff_s": max(self._blocked_until - floor.at, 0.0),
+        }
+
+    def _margin(self, mode: SplitMode) -> float:
+        """Say what a switch out of a mode has to save beyond its pause, as a share of that."""
+        if self._over[mode] < self._over[other_than(mode)]:
+            # To where it would have been best to be all the time.
+            return self.settings.hysteresis
+        lost = max(self._over[mode] / self._pause - _ALLOWED, 0.0) if self._pause else 0.0
+        return self.settings.hysteresis + _STRICTER * lost
+
+    def _seconds(self, floor: Floor, plan: Plan, plans: Plans) -> float:
+        start = floor.at
+        plans.follow(floor, plan)
+        return floor.at - start + self._endings[floor.mode] * self._busy_share
 
     def _until_regret(self, floor: Floor, plans: Plans, pause: float) -> float:
         """Give the seconds until what is done now may have cost a switch's pause; nothing else would be asked for."""
@@ -280,30 +341,6 @@ class Policy:
             return math.inf
         missing = max((1.0 + self.settings.hysteresis) * pause - self._regret, _PATIENCE * pause)
         return max(missing / share, _LOOK_S)
-
-    def _margin(self, mode: SplitMode) -> float:
-        """Say what a switch out of a mode has to save beyond its pause, as a share of that."""
-        if self._over[mode] < self._over[other_than(mode)]:
-            # To where it would have been best to be all the time.
-            return self.settings.hysteresis
-        lost = max(self._over[mode] / self._pause - _ALLOWED, 0.0) if self._pause else 0.0
-        return self.settings.hysteresis + _STRICTER * lost
-
-    def _seconds(self, floor: Floor, plan: Plan, plans: Plans) -> float:
-        start = floor.at
-        plans.follow(floor, plan)
-        return floor.at - start + self._endings[floor.mode] * self._busy_share
-
-    def _decide_empty(self, situation: Situation, floor: Floor, plans: Plans) -> Decision:
-        gain = self._endings[situation.mode] - self._endings[other_than(situation.mode)]
-        numbers = {"gain_s": gain, "pause_s": floor.pause_s()}
-        at = plans.allowed_at(floor)
-        if gain > _WORTH_IDLE * floor.pause_s():
-            if at <= situation.at:
-                return Decision(other_than(situation.mode), frozenset(), None, "goes", numbers)
-            if math.isfinite(at):
-                return Decision(situation.mode, frozenset(), at - situation.at, "stays", numbers)
-        return Decision(situation.mode, frozenset(), None, "stays", numbers)
 
     # ---- what usually comes ----
 
@@ -342,15 +379,15 @@ class Policy:
         self._endings = {mode: (seconds[mode] - least) / max(n, 1) for mode in MODES}
 
 
-def _floor_of(situation: Situation, costs: Costs, switched_at: float) -> Floor:
+def _floor_of(situation: Situation, costs: Costs, switched_at: float, more_s: float) -> Floor:
     floor = Floor(costs, situation.n_seq_max, situation.at, situation.mode)
-    floor.switched_at = switched_at
+    floor.switched_at, floor.more_s = switched_at, more_s
     for one in situation.active:
         job = Job(one.number, situation.at, one.n_unread, one.n_held, math.ceil(one.n_expected))
         job.n_unread = one.n_unread
         floor.active.append(job)
     floor.queue = [
         Job(one.number, situation.at - one.waited_s, one.n_uncached, one.n_cached, math.ceil(one.n_expected))
-        for one in situation.waiting
+        for one in situation.waiting[:_MOST_WAITING]
     ]
     return floor
