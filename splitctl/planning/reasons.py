@@ -18,9 +18,8 @@ def going(plans: Plans, floor: Floor, plan: Plan, pause: float, regret: float) -
     prompts = _unread(floor)
     jobs = [*floor.active, *floor.queue]
     if plans.reader is plans.writer:
-        known = f"{_prompts(prompts)} and {_answers(jobs)} take less there" if prompts else f"{_answers(jobs)} do"
-        known = known if prompts else f"{_answers(jobs)} take less there"
-        return f"goes to {there.value}: {known}, a switch costs {_s(pause)}"
+        known = f"{_prompts(prompts)} and {_answers(jobs)}" if prompts else _answers(jobs)
+        return f"goes to {there.value}: {known} gain by it, a switch costs {_s(pause)}"
     if there is plans.reader and prompts:
         saved = sum(plans.gain_of_read(job) for job in prompts)
         cost = f"two switches cost {_s(2 * pause)}" if plan.kind is Kind.GATHER else f"a switch costs {_s(pause)}"
@@ -29,9 +28,18 @@ def going(plans: Plans, floor: Floor, plan: Plan, pause: float, regret: float) -
     return f"goes to {there.value}: {_answers(jobs)} save {_s(saved)}, a switch costs {_s(pause)}"
 
 
-def staying(plans: Plans, floor: Floor, now: Next, pause: float, more: float) -> str:
-    """Say why to stay; `more` is what a switch has to save beyond its pause, s."""
-    here = floor.mode
+def staying(plans: Plans, floor: Floor, now: Next, more: float, stay_s: float, go_s: float) -> str:
+    """Say why to stay.
+
+    Args:
+        plans: what is possible.
+        floor: what is to be done.
+        now: what is done about it.
+        more: what a switch has to save beyond its pause, s.
+        stay_s: seconds of all known work if the mode stays.
+        go_s: the same if it is left now; infinite where it cannot be.
+    """
+    here, pause = floor.mode, floor.pause_s()
     start = f"stays in {here.value}: "
     if now.held:
         held = [job for job in floor.queue if job.number in now.held]
@@ -44,24 +52,22 @@ def staying(plans: Plans, floor: Floor, now: Next, pause: float, more: float) ->
         return f"{start}what is to be done is less than pays for a switch of {_s(pause)} to {plans.reader.value}"
     if here is plans.reader:
         if prompts:
-            return (
-                f"{start}{_prompts(prompts)} are read faster here"
-                if len(prompts) > 1
-                else (f"{start}{_prompts(prompts)} is read faster here")
-            )
+            return f"{start}{_prompts(prompts)} {_are(prompts)} read faster here"
         jobs = floor.active
         n = sum(job.n_left for job in jobs)
         short = _short(pause + more, plans.gain_of_steps(jobs), n)
-        what, verb = ("the answer", "is") if len(jobs) == 1 else (f"the {len(jobs)} answers", "are")
+        what = _the(jobs, "answer")
     else:
         if not prompts:
-            return f"{start}{_answers(floor.active)} are generated faster here"
+            return f"{start}{_answers(floor.active)} {_are(floor.active)} generated faster here"
         n = sum(job.n_unread for job in prompts)
         short = _short(2 * pause + more, sum(plans.gain_of_read(job) for job in prompts), n)
-        what, verb = ("the prompt", "is") if len(prompts) == 1 else (f"the {len(prompts)} prompts", "are")
+        what = _the(prompts, "prompt")
     if short:
-        return f"{start}{what} {verb} {short:,} tokens short of paying"
-    return f"{start}what is generated meanwhile weighs more than {what}"
+        return f"{start}{what} {short:,} tokens short of paying"
+    if go_s < math.inf:
+        return f"{start}all that is known takes {_s(stay_s)} from here, and {_s(go_s)} with a switch now"
+    return f"{start}all that is known takes {_s(stay_s)} from here"
 
 
 def _short(cost: float, gain: float, n: int) -> int:
@@ -73,6 +79,14 @@ def _short(cost: float, gain: float, n: int) -> int:
 
 def _unread(floor: Floor) -> list[Job]:
     return [job for job in (*floor.active, *floor.queue) if job.n_unread]
+
+
+def _the(jobs: list[Job], what: str) -> str:
+    return f"the {what} is" if len(jobs) == 1 else f"the {len(jobs)} {what}s are"
+
+
+def _are(jobs: list[Job]) -> str:
+    return "is" if len(jobs) == 1 else "are"
 
 
 def _prompts(jobs: list[Job]) -> str:
