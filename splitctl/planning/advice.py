@@ -121,8 +121,10 @@ def _stays(stays: Mapping[Choice, float]) -> str:
 
 
 def _without_switch(profile: Profile) -> str:
-    why = "; ".join(f"{one.what}: {one.why}" for one in profile.left_out if one.what in TIMED)
-    return f"no switch between them was measured{f': {why}' if why else ''}"
+    whys = dict.fromkeys(one.why for one in profile.left_out if one.what in TIMED)
+    ways = [", ".join(one.what for one in profile.left_out if one.what in TIMED and one.why == why) for why in whys]
+    why = "; ".join(f"{names}: {why}" for names, why in zip(ways, whys, strict=True))
+    return f"no switch between them was measured{f' ({why})' if why else ''}"
 
 
 def _given(seconds: float, way: str | None) -> tuple[SwitchTime, ...]:

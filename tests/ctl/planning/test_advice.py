@@ -78,10 +78,11 @@ def test_without_any_mode_there_is_no_answer() -> None:
 
 def test_modes_without_a_switch_are_compared_alone() -> None:
     """The faster one is named with both seconds and with why no switch was measured; a given time stands in for it."""
-    alone = Profile(MEASURED.modes, (), (LeftOut("file", "the bench was cut short"),))
+    left_out = (LeftOut("file", "it was cut short"), LeftOut("pinned", "it was cut short"), LeftOut("row", "refused"))
+    alone = Profile(MEASURED.modes, (), left_out)
     advice = advise(alone, _WORK)
     assert (advice.best, advice.comparison) == (Choice.LAYER, None)
-    assert "(166.6 s); no switch between them was measured: file: the bench was cut short" in advice.sentence
+    assert "(166.6 s); no switch between them was measured (file, pinned: it was cut short)" in advice.sentence
     assert advice.to_json()["margin"] == pytest.approx(166.6 - 139.5, abs=0.1)
     given = advise(alone, _WORK, switch_s=5.0)
     assert (given.best, given.way) == (Choice.LAYER_TO_TENSOR, "file")
