@@ -245,7 +245,8 @@ class Auto:
         here = self._switches.effective
         self._splits[here.mode] = here.tensor_split
         if self._n_guests or self._switches.under_way is not None or not self._session.is_free():
-            self._hold(self._still_held(policy, queued), now, None)
+            # What is held stays held; what comes meanwhile is read in the mode that there is.
+            self._hold(set(self._held), now, None)
             return
         if here.mode in MODES:
             decision = policy.decide(self._situation(here, queued, now))
@@ -287,25 +288,6 @@ class Auto:
             known = idle, max((common(one.tokens, job.prompt) for one in rows), default=0)
             self._cached[job.number] = known
         return min(known[1], len(job.prompt) - 1)
-
-    def _still_held(self, policy: Policy, queued: Collection[StreamJob]) -> set[int]:
-        """Name what stays held while nothing is decided.
-
-        Beside what is held already these are prompts that came while the policy's own switch is under way, and gain
-        more by it than it takes.
-        """
-        mine, costs = self._mine, policy.costs
-        if mine is None or self._switches.under_way is not mine:
-            return set(self._held)
-        before, after = mine.original.mode, mine.target.mode
-        pause_s, _ = costs.switch(before, after, 0)
-        held = set(self._held)
-        for job in queued:
-            n_cached = self._n_cached(job)
-            n = len(job.prompt) - n_cached
-            if costs.read_s(before, n, n_cached) - costs.read_s(after, n, n_cached) > pause_s:
-                held.add(job.number)
-        return held
 
     def _take(self, decision: Decision, mode: SplitMode) -> None:
         """Keep a decision for whoever asks, and log one that changes something."""

@@ -59,17 +59,16 @@ def test_a_session_goes_to_the_mode_that_is_faster(home: House, tmp_path: Path) 
     """A mode that is faster in everything by its rates is gone to; the log and ps say why; the text is right."""
     arguments = stub_arguments(tmp_path)
     ask = ("attach", "-p", "x" * 200, "-n", "40", "--temp", "0")
-    plain = home.json("run", *arguments, *ask[1:])["text"]
     rates = _rates(tmp_path, layer=(100.0, 10.0), tensor=(10000.0, 1000.0))
     with served(home, *arguments, "--policy", "auto", "--rates", rates, "--min-stay", "0") as host:
         before: dict[str, Any] = home.json("ps")["sessions"][0]
         assert (before["effective"], before["policy"]["policy"]) == ("layer", "auto")
         assert before["policy"]["profile"] == f"rates of {rates}"
         with Client(host.address, EventsRequest()) as watch:
-            assert home.json(*ask)["text"] == plain
+            text = home.json(*ask)["text"]
             while not any(message.body.get("kind") == "switch_ended" for message in watch.read()):
                 assert wait([watch], GUARD_S)
-            assert home.json(*ask)["text"] == plain
+            assert home.json(*ask)["text"] == text
         after = home.json("ps")["sessions"][0]
         assert after["effective"] == "tensor"
         assert after["policy"]["decisions"]["switch"] == 1
