@@ -25,7 +25,7 @@ THIRD_PARTY: Mapping[str, frozenset[str]] = {
     "statecodec": frozenset({"numpy", "gguf"}),
     "splitctl": frozenset({"numpy", "click", "rich", "safetensors", "xxhash", "jinja2", "psutil", "platformdirs"}),
     "splitctl.http": frozenset({"starlette", "uvicorn", "h11", "prometheus_client"}),
-    "splitctl.cli": frozenset({"PIL"}),
+    "splitctl.cli": frozenset({"PIL", "matplotlib"}),
 }
 #: Standard modules that a leaf has no business with.
 FORBIDDEN_STANDARD: Mapping[str, frozenset[str]] = {

@@ -16,6 +16,10 @@ from splitctl.cli.output import ExitCode, Screen, error_body, one_line, print_js
 # A command is `<name>` of its module; its line here is the first of its help.
 COMMANDS = {
     "attach": ("attach", "Generate with a running session."),
+    "bench": (
+        "bench",
+        "Measure how fast a model reads, generates and switches here, in every mode, and keep it as a profile.",
+    ),
     "devices": ("library", "List the devices of the library, with their memory."),
     "doctor": ("library", "Say which libllama is used and why, its layout, what it can do, its devices, and warnings."),
     "explain": ("explain", "Say which mode, or which switch, does some work in the least time, and by how much."),
@@ -24,6 +28,7 @@ COMMANDS = {
         "Tell what every mode, and a switch, would take on each device, and the largest context that fits.",
     ),
     "ps": ("sessions", "List the sessions that are served, and how they are."),
+    "replay": ("replay", "Replay a trace of requests in simulated time, and say if switching by itself had paid."),
     "restore": ("sessions", "Replace all that a session holds with a file; a parked session serves again."),
     "run": ("run", "Read a prompt under one split mode, switch to another, and generate."),
     "save": ("sessions", "Write a session, with all its sequences, to a file."),

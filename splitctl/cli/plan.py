@@ -26,12 +26,10 @@ from splitctl.cli.options import (
 from splitctl.cli.output import ExitCode, Screen, print_json
 from splitctl.cli.plan_text import chunk_text, show
 from splitctl.errors import Reason
-from splitctl.host_memory import host_memory
 from splitctl.ipc.jobs import RequestFailed
-from splitctl.ipc.reserving import Reserver
+from splitctl.ipc.reserving import Reserver, devices_told
 from splitctl.model.facts import ModelFacts, read_facts
 from splitctl.placement import Placement, SplitMode
-from splitctl.planning.backends import unit_of
 from splitctl.planning.fitting import HOST_POOL, MIN_CHUNK, Chunk
 from splitctl.planning.memory import DeviceFacts
 from splitctl.planning.reservation import Reservation
@@ -208,7 +206,7 @@ def _gather(
 ) -> _Asked:
     """Ask the library for its devices and, mode by mode, for what it would take."""
     told = reserver(placement).library
-    devices = _devices(told, free, placement)
+    devices = devices_told(told, placement, free)
     prompt = dataclasses.replace(placement, mode=prompt_mode or placement.mode)
     if prompt_mode is not None and prompt_mode is not placement.mode:
         prompt = dataclasses.replace(prompt, tensor_split=None)
@@ -245,30 +243,6 @@ def _sure(asked: _Asked, reserver: Reserver) -> _Asked:
         return reserver(_in_mode(asked.generate, mode), sizes).reservations
 
     return dataclasses.replace(asked, known=searched(asked.known, goals, ask))
-
-
-def _devices(told: Mapping[str, Any], free: Mapping[str, int], placement: Placement) -> tuple[DeviceFacts, ...]:
-    """Put together the devices that are there and those that are only named.
-
-    NCCL takes real devices alone.  Source: ggml_backend_cuda_comm_init_nccl in ggml-cuda.cu.
-    """
-    host = free.get(HOST_POOL, free.get("CPU", host_memory().available))
-    found = [
-        DeviceFacts(
-            name=one["name"],
-            kind=one["kind"],
-            free=free.get(one["name"], host if one["kind"] == "cpu" else one["memory_free"]),
-            total=one["memory_total"],
-            address=one["description"] if one["name"].startswith("RPC") else "",
-            unit=unit_of(one["description"]),
-            by_nccl=told["has_nccl"] and one["backend"].startswith("CUDA") and not unit_of(one["description"]),
-        )
-        for one in told["devices"]
-    ]
-    names = {device.name for device in found}
-    found += [DeviceFacts(name, "gpu", free[name]) for name in free if name not in names and name != HOST_POOL]
-    found += [DeviceFacts(name) for name in dict.fromkeys(placement.devices) if name not in names and name not in free]
-    return (*found, DeviceFacts(HOST_POOL, "cpu", host))
 
 
 def _in_mode(placement: Placement, mode: SplitMode) -> Placement:

@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from splitctl.errors import DeadlineExceeded, WorkerLost
+from splitctl.host_memory import host_memory
 from splitctl.ipc.jobs import Failure, Fault, RequestFailed, ReserveRequest
 from splitctl.ipc.process import run_job
 from splitctl.last_words import telling_line
 from splitctl.placement import Placement
+from splitctl.planning.backends import unit_of
+from splitctl.planning.fitting import HOST_POOL
+from splitctl.planning.memory import DeviceFacts
 from splitctl.planning.reservation import Reservation
 
 #: A dry run that says nothing for so long hangs [seconds]; it reads a header, and loads nothing.
@@ -84,3 +88,35 @@ class Reserver:
         elif len(found) < len(sizes) and not why:
             why = f"the library refused {len(sizes) - len(found)} of {len(sizes)} sizes"
         return Reserved(found, why, library)
+
+
+def devices_told(told: Mapping[str, Any], placement: Placement, free: Mapping[str, int]) -> tuple[DeviceFacts, ...]:
+    """Put together the devices that are there and those that are only named.
+
+    NCCL takes real devices alone.  Source: ggml_backend_cuda_comm_init_nccl in ggml-cuda.cu.
+
+    Args:
+        told: `Reserved.library`.
+        placement: its devices are there, or named.
+        free: bytes that are free on some by name, the host too, in place of what the library says.
+
+    Returns:
+        The devices, and the host last.
+    """
+    host = free.get(HOST_POOL, free.get("CPU", host_memory().available))
+    found = [
+        DeviceFacts(
+            name=one["name"],
+            kind=one["kind"],
+            free=free.get(one["name"], host if one["kind"] == "cpu" else one["memory_free"]),
+            total=one["memory_total"],
+            address=one["description"] if one["name"].startswith("RPC") else "",
+            unit=unit_of(one["description"]),
+            by_nccl=told["has_nccl"] and one["backend"].startswith("CUDA") and not unit_of(one["description"]),
+        )
+        for one in told["devices"]
+    ]
+    names = {device.name for device in found}
+    found += [DeviceFacts(name, "gpu", free[name]) for name in free if name not in names and name != HOST_POOL]
+    found += [DeviceFacts(name) for name in dict.fromkeys(placement.devices) if name not in names and name not in free]
+    return (*found, DeviceFacts(HOST_POOL, "cpu", host))

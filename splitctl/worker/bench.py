@@ -71,20 +71,26 @@ def bench(
         try_on_servers(prober, facts, request.placement.changed(mode=SplitMode.TENSOR), emit)
     copy = HostCopy() if request.weights is WeightsTier.PINNED else None
     share = Steps(lambda what, done: emit(Progress(what, done)))
-    share("loading", 0.0)
-    started = perf_counter()
+    share("opening", 0.0)
+    began: list[float] = []
+
+    def loading(done: float) -> None:
+        # What comes before is checks, and perhaps a trial, which is made once for a build.
+        began.append(perf_counter())
+        share("loading", done)
+
     with Session.open(
         request.model,
         request.placement,
         library=library,
         prober=prober,
         cancel=gate,
-        progress=lambda done: share("loading", done),
+        progress=loading,
         on_tick=tick,
         weights=request.weights,
         copy=copy,
     ) as session:
-        load_ms = (perf_counter() - started) * 1e3
+        load_ms = (perf_counter() - began[0]) * 1e3 if began else 0.0
         if copy is not None and not copy.wait(_COPY_S):
             raise Refused((Reason("no-copy", f"there is no copy of the weights: {copy.why}"),))
         emit(orders.Opened(session.placement, {}, load_ms=load_ms))

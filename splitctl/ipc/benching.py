@@ -1,0 +1,598 @@
+"""Measures one model on its devices for `bench`: sessions in child processes, timed in turn, of which any may die.
+
+Laws:
+    1. One child measures at a time. Rounds go over all of them, so that whatever drifts hits all alike; where they do
+       not fit at once each is started anew for its turn.
+    2. What a child cannot do, or dies of, is left out with its reason, and ends nothing else.
+    3. A cancel ends the child under way at once, and keeps what was timed before it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import Any, Self
+
+from splitctl.errors import Cancelled, DeadlineExceeded, SplitctlError, WorkerLost
+from splitctl.ipc.jobs import BenchRequest, Failure, Fault, Progress
+from splitctl.ipc.orders import ORDERS, Close, Failed, Measure, Measured, Opened, Timed
+from splitctl.ipc.process import WorkerProcess
+from splitctl.ipc.wire import to_line
+from splitctl.last_words import telling_line
+from splitctl.model.facts import ModelFacts
+from splitctl.outcome import StageTimes, SwitchStatus, Via, WeightsTier
+from splitctl.placement import FlashAttn, Placement, SplitMode
+from splitctl.planning.fitting import lacking, needs_of_mode
+from splitctl.planning.memory import DeviceFacts, plan_mode
+from splitctl.planning.profile import LeftOut, MeasuredMode, Profile, Read, Spread, Step, SwitchTime
+from splitctl.planning.schedule import MAX_DEPTH, SHORT, SMALL_STATE, Look, Schedule, Wish, schedule
+from splitctl.planning.survey import Known
+
+#: Of the time that is given, what is planned with; the rest is for what goes slower than it began [share].
+_PLANNED = 0.9
+#: Of the time that is given, what a second look at the reading may take in each mode [share].
+_LOOK = 0.02
+#: Of the host's memory, what sessions side by side may take [share].
+_OF_MEMORY = 0.8
+
+_NO_TIME = "no time was left for it: raise --budget"
+_PAIR = (SplitMode.LAYER, SplitMode.TENSOR)
+
+Cell = tuple[SplitMode, int]
+"""A mode and a size of micro-batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Benching:
+    """What is measured.
+
+    Attributes:
+        placement: where and how; its mode does not count.
+        modes: the modes to measure.
+        n_ubatches: sizes of micro-batches, the first of which is tried in every mode.
+        n_seqs: sequences that generate together.
+        tiers: tiers of weights to switch with.
+        budget_s: how long all of it may take, seconds.
+        rounds: repetitions, were there all the time.
+        deadline_s: longest silence of a child, seconds.
+    """
+
+    model: Path
+    facts: ModelFacts
+    library: Path | None
+    rpc: tuple[str, ...]
+    devices: tuple[DeviceFacts, ...]
+    placement: Placement
+    modes: tuple[SplitMode, ...]
+    n_ubatches: tuple[int, ...]
+    n_seqs: tuple[int, ...]
+    tiers: tuple[WeightsTier, ...]
+    budget_s: float
+    rounds: int
+    deadline_s: float
+
+    def placed(self, cell: Cell) -> Placement:
+        """Give the placement of a cell; a split belongs to the mode that it was named with."""
+        mode, n_ubatch = cell
+        return replace(self.placement.changed(mode=mode), n_ubatch=n_ubatch)
+
+    @property
+    def room(self) -> int:
+        """Tokens that one sequence may hold."""
+        n_ctx = self.placement.n_ctx or self.facts.n_ctx_train
+        return n_ctx // self.placement.n_streams
+
+
+@dataclass(slots=True)
+class BenchReport:
+    """What was found.
+
+    Attributes:
+        profile: what was measured; None where nothing was.
+        flash_attn: flash attention as the sessions had it.
+        cuts: what was left out for want of time.
+        left_out: what was not measured, and why.
+        failure: why nothing could be measured; None otherwise.
+        is_cancelled: whether it was stopped before the end.
+        seconds: how long it took.
+    """
+
+    profile: Profile | None = None
+    flash_attn: FlashAttn = FlashAttn.AUTO
+    cuts: tuple[str, ...] = ()
+    left_out: list[LeftOut] = field(default_factory=list)
+    failure: Failure | None = None
+    is_cancelled: bool = False
+    seconds: float = 0.0
+
+
+class ChildFailed(SplitctlError):
+    """A child could not open its session, did not do what it was asked to, or died; the text says why."""
+
+    def __init__(self, why: str, failure: Failure | None = None) -> None:
+        super().__init__(why)
+        self.failure = failure
+
+
+class _Child:
+    """One session in a process of its own.
+
+    Lifetime: a context manager. Thread: one.
+    """
+
+    def __init__(self, request: BenchRequest, bencher: Bencher, deadline_s: float) -> None:
+        """Start the process and wait until its session is open; raises as `measure`."""
+        started = time.monotonic()
+        self._worker = WorkerProcess(request, env=bencher.env, on_output=bencher.on_output)
+        self._events = self._worker.events(deadline_s=deadline_s, is_cancelled=bencher.is_cancelled)
+        self._n_orders = 0
+        self._is_over = False
+        try:
+            opened = self._wait(lambda _: None)
+        except BaseException:
+            self._worker.close()
+            raise
+        if not isinstance(opened, Opened):
+            raise ChildFailed("it did not open a session")
+        self.placement = opened.placement
+        self.open_s = time.monotonic() - started
+        self.place_s = opened.load_ms / 1e3
+
+    def measure(self, on_timed: Callable[[Timed], None], **what: Any) -> Mapping[str, Any] | None:
+        """Have something timed.
+
+        Args:
+            on_timed: takes each time as it comes.
+            what: fields of a Measure.
+
+        Returns:
+            The outcome of the switch; None without one.
+
+        Raises:
+            ChildFailed: it could not be done, or the child died of it.
+            Cancelled: the bench is to end.
+        """
+        self._n_orders += 1
+        self._worker.expect(anything=True)
+        self._worker.send_line(to_line(Measure(self._n_orders, **what), ORDERS))
+        done = self._wait(on_timed)
+        return done.outcome if isinstance(done, Measured) else None
+
+    def _wait(self, on_timed: Callable[[Timed], None]) -> Opened | Measured:
+        try:
+            for event in self._events:
+                match event:
+                    case Timed():
+                        on_timed(event)
+                    case Opened() | Measured():
+                        self._worker.expect(anything=False)
+                        return event
+                    case Failed(_, fault, name, message) | Failure(fault, name, message):
+                        if fault is Fault.CANCELLED:
+                            raise Cancelled("the bench")
+                        raise ChildFailed(message, Failure(fault, name, message))
+        except WorkerLost as lost:
+            said = telling_line(lost.log_tail)
+            raise ChildFailed(f"its process {lost.how}{f': {said}' if said else ''}") from lost
+        except DeadlineExceeded as lost:
+            raise ChildFailed(f"it hangs: {lost}") from lost
+        raise ChildFailed("its process said nothing more")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end(is_well=error is None)
+
+    def end(self, *, is_well: bool) -> None:
+        """End the process: politely where all is well; a second call does nothing."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if is_well:
+            self._worker.send_line(to_line(Close(), ORDERS))
+            self._worker.expect(anything=True)
+            with suppress(SplitctlError):
+                for _ in self._events:
+                    pass
+        self._worker.kill()
+        self._worker.close()
+
+
+@dataclass(slots=True)
+class _Times:
+    """What was timed, by what it was: seconds of each repetition."""
+
+    reads: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+    steps: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+
+    def take(self, one: Timed) -> None:
+        """Add one."""
+        (self.reads if one.is_read else self.steps).setdefault((one.n, one.depth), []).append(one.seconds)
+
+    def mode(self, cell: Cell) -> MeasuredMode | None:
+        """Sum them up; None where that says nothing of a mode."""
+        if not any(not depth for _, depth in self.reads) or not any(n == 1 for n, _ in self.steps):
+            return None
+        reads = [Read(n, depth, Spread.of(times)) for (n, depth), times in sorted(self.reads.items())]
+        steps = [Step(n, depth, Spread.of(times)) for (n, depth), times in sorted(self.steps.items())]
+        return MeasuredMode(*cell, tuple(reads), tuple(steps))
+
+
+@dataclass(slots=True)
+class _Switches:
+    """Outcomes of switches, and the steps after them, by direction, whether it was the first, and tokens held."""
+
+    tier: WeightsTier
+    outcomes: dict[tuple[SplitMode, SplitMode, bool, int], list[Mapping[str, Any]]] = field(default_factory=dict)
+    steps: dict[tuple[SplitMode, int], list[float]] = field(default_factory=dict)
+
+    def times(self, plain: _Switches | None) -> Iterator[SwitchTime]:
+        """Sum them up.
+
+        Args:
+            plain: those with weights from the file, which add nothing to a token.
+        """
+        for (before, after, is_first, n_held), found in sorted(self.outcomes.items(), key=lambda one: repr(one[0])):
+            pauses = [(one["total_ms"] if one["pause_ms"] is None else one["pause_ms"]) / 1e3 for one in found]
+            stages = {one.name: _middle(out["stages_ms"][one.name] for out in found) for one in fields(StageTimes)}
+            yield SwitchTime(
+                before, after, self.tier.value, is_first, n_held,
+                pause=Spread.of(pauses),
+                total=Spread.of([one["total_ms"] / 1e3 for one in found]),
+                stages_ms=StageTimes(**stages),
+                more_ms=self._more_ms(plain, after, n_held),
+            )  # fmt: skip
+
+    def _more_ms(self, plain: _Switches | None, mode: SplitMode, n_held: int) -> float:
+        """Tell what a token takes more than with weights from the file; 0 where timings differ by as much."""
+        mine = self.steps.get((mode, n_held), [])
+        theirs = plain.steps.get((mode, n_held), []) if plain is not None else []
+        if not mine or not theirs or self.tier is not WeightsTier.PINNED:
+            return 0.0
+        more = median(mine) - median(theirs)
+        return more * 1e3 if min(mine) > max(theirs) else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bencher:
+    """Measures.
+
+    Attributes:
+        env: the environment of the children.
+        on_progress: called with what is being done, its share, and the time left as its note.
+        on_output: called with every line that a child or the library prints.
+        is_cancelled: asked all the while.
+    """
+
+    env: Mapping[str, str] = field(repr=False)
+    on_progress: Callable[[Progress], None] = lambda _: None
+    on_output: Callable[[str], None] = lambda _: None
+    is_cancelled: Callable[[], bool] = lambda: False
+
+    def __call__(self, what: Benching) -> BenchReport:
+        """Measure as much as the time allows; raises OSError where no child can be started."""
+        return _Run(self, what)()
+
+
+class _Run:
+    """One bench under way."""
+
+    def __init__(self, bencher: Bencher, what: Benching) -> None:
+        self._bencher = bencher
+        self._what = what
+        self._started = time.monotonic()
+        self._times: dict[Cell, _Times] = {}
+        self._switches: list[_Switches] = []
+        self._looks: dict[SplitMode, Look] = {}
+        self._report = BenchReport()
+        self._left_out = self._report.left_out
+        self._planned_s = what.budget_s
+        self._failure: Failure | None = None
+        self._stays = self._fit_at_once()
+
+    def __call__(self) -> BenchReport:
+        """Do it."""
+        report = self._report
+        try:
+            with ExitStack() as stack:
+                children = self._look(stack)
+                if not self._looks:
+                    return report
+                plan = self._schedule()
+                self._rounds(plan, children, stack)
+            self._switch(plan)
+        except Cancelled:
+            report.is_cancelled = True
+        modes = [mode for cell, times in self._times.items() if (mode := times.mode(cell)) is not None]
+        plain = next((one for one in self._switches if one.tier is WeightsTier.FILE), None)
+        if modes:
+            self._left_out.append(LeftOut(Via.BESIDE.value, "bench does not host a session: switch one and see"))
+            switches = tuple(itertools.chain.from_iterable(one.times(plain) for one in self._switches))
+            report.profile = Profile(tuple(modes), switches, tuple(self._left_out))
+        report.seconds = time.monotonic() - self._started
+        return report
+
+    # ---- first numbers ----
+
+    def _look(self, stack: ExitStack) -> dict[Cell, _Child]:
+        """Open every mode and take first numbers; what stays open is given, and closed by `stack`."""
+        what, kept = self._what, dict[Cell, _Child]()
+        for mode in what.modes:
+            cell = (mode, what.n_ubatches[0])
+            self._tell(f"a first look at {mode.value} mode", 0.0, self._left_s())
+            why = self._short_of(what.placed(cell))
+            if why:
+                self._left_out.append(LeftOut(mode.value, why))
+                continue
+            with ExitStack() as own:
+                self._taken(mode.value, partial(self._open_first, cell, stack if self._stays else own, kept))
+        if not self._looks:
+            failure = Failure(Fault.REFUSED, "NothingMeasured", "; ".join(f"{x.what}: {x.why}" for x in self._left_out))
+            self._report.failure = self._failure or failure
+        return kept if self._stays else {}
+
+    def _open_first(self, cell: Cell, stack: ExitStack, kept: dict[Cell, _Child]) -> None:
+        child = self._child(cell, stack)
+        self._first_numbers(cell[0], child)
+        kept[cell] = child
+        if child.placement.flash_attn is FlashAttn.OFF or self._report.flash_attn is FlashAttn.AUTO:
+            self._report.flash_attn = child.placement.flash_attn
+
+    def _first_numbers(self, mode: SplitMode, child: _Child) -> None:
+        first = _Times()
+        n_short = min(SHORT, child.placement.n_batch)
+        child.measure(first.take, reads=(n_short,), n_seqs=(1,), n_steps=2)
+        token_s = first.reads[n_short, 0][0] / n_short
+        n = min(child.placement.n_batch, self._what.room // 2, int(_LOOK * self._what.budget_s / max(token_s, 1e-9)))
+        if n > n_short:
+            child.measure(first.take, reads=(n,))
+            token_s = first.reads[n, 0][0] / n
+        (step_s,) = next(iter(first.steps.values()))
+        self._looks[mode] = Look(token_s, step_s, child.open_s, child.place_s)
+
+    def _schedule(self) -> Schedule:
+        what = self._what
+        fitting = [what.n_ubatches[0]]
+        for n_ubatch in what.n_ubatches[1:]:
+            why = next((why for mode in self._looks if (why := self._short_of(what.placed((mode, n_ubatch))))), "")
+            if why:
+                self._left_out.append(LeftOut(f"-ub {n_ubatch}", why))
+            else:
+                fitting.append(n_ubatch)
+        has_both = all(mode in self._looks for mode in _PAIR)
+        tiers = [one for one in what.tiers if has_both and self._tier_fits(one)]
+        wish = Wish(
+            n_batch=what.placement.n_batch,
+            room=what.room,
+            n_seqs=what.n_seqs,
+            n_ubatches=tuple(fitting),
+            tiers=tuple(one.value for one in tiers),
+            rounds=what.rounds,
+        )
+        plan = schedule(wish, self._looks, self._left_s() * _PLANNED, reopened=not self._stays)
+        self._report.cuts = plan.cuts
+        self._left_out += [LeftOut(one, _NO_TIME) for one in wish.tiers if one not in plan.tiers]
+        self._planned_s = time.monotonic() - self._started + plan.switches_s(self._looks)
+        self._planned_s += plan.rounds_s(self._looks, reopened=not self._stays)
+        return plan
+
+    def _tier_fits(self, tier: WeightsTier) -> bool:
+        what = self._what
+        before, after = (what.placed((mode, what.n_ubatches[0])) for mode in _PAIR)
+        plans = {one.name: one for one in Known(what.facts, what.devices).tiers(before, after)}
+        if not plans[tier.value].fits:
+            self._left_out.append(LeftOut(tier.value, plans[tier.value].reason))
+        return plans[tier.value].fits
+
+    # ---- rounds ----
+
+    def _rounds(self, plan: Schedule, children: dict[Cell, _Child], stack: ExitStack) -> None:
+        """Go over every cell, as often as is planned and the time allows."""
+        cells = [(mode, n_ubatch) for mode in self._looks for n_ubatch in plan.n_ubatches]
+        dead: set[Cell] = set()
+        longest_s, reserved_s = 0.0, plan.switches_s(self._looks)
+        for number in range(plan.rounds):
+            if number and self._left_s() < longest_s + reserved_s:
+                self._report.cuts += (f"repetitions: {number}, not {plan.rounds}",)
+                return
+            began = time.monotonic()
+            # Backwards every other time: what comes first in a round is not always the same.
+            for cell in cells if number % 2 == 0 else cells[::-1]:
+                if cell in dead:
+                    continue
+                self._tell(f"round {number + 1} of {plan.rounds}: {_named(cell)}", *self._share())
+                if not self._turn(plan, cell, children, stack):
+                    dead.add(cell)
+            longest_s = max(longest_s, time.monotonic() - began)
+
+    def _turn(self, plan: Schedule, cell: Cell, children: dict[Cell, _Child], stack: ExitStack) -> bool:
+        """Measure one cell once; tells whether it lives on."""
+        times = self._times.setdefault(cell, _Times())
+
+        def measure(child: _Child) -> None:
+            child.measure(
+                times.take, reads=plan.lengths, n_seqs=plan.n_seqs, depths=plan.depths, chunk=plan.chunk,
+                n_steps=plan.n_steps,
+            )  # fmt: skip
+
+        def work() -> None:
+            if not self._stays:
+                with ExitStack() as own:
+                    measure(self._child(cell, own))
+                return
+            if cell not in children:
+                children[cell] = self._child(cell, stack)
+            measure(children[cell])
+
+        is_done = self._taken(_named(cell), work)
+        if not is_done:
+            if cell in children:
+                children.pop(cell).end(is_well=False)
+            why = self._left_out.pop().why
+            if times.mode(cell) is not None:
+                self._left_out.append(LeftOut(_named(cell), f"{why}; what came before it counts"))
+            else:
+                is_first = cell[1] == self._what.n_ubatches[0]
+                self._left_out.append(LeftOut(cell[0].value if is_first else _named(cell), why))
+        return is_done
+
+    # ---- switches ----
+
+    def _switch(self, plan: Schedule) -> None:
+        """Switch there and back, in a session that began in either mode, with weights from each tier."""
+        for tier in (WeightsTier(one) for one in plan.tiers):
+            found = _Switches(tier)
+            self._switches.append(found)
+            for begins in _PAIR:
+                self._tell(f"switches from {begins.value} mode, weights from {tier.value}", *self._share())
+                if not self._taken(tier.value, partial(self._from, begins, found, plan)):
+                    break
+            if self._left_s() <= 0:
+                rest = plan.tiers[plan.tiers.index(tier.value) + 1 :]
+                self._left_out += [LeftOut(one, _NO_TIME) for one in rest]
+                return
+
+    def _from(self, begins: SplitMode, found: _Switches, plan: Schedule) -> None:
+        """Switch in a session that begins in a mode: the first time, and from layer mode there and back again."""
+        there = (begins, next(mode for mode in _PAIR if mode is not begins))
+        back, small = there[::-1], plan.held[0]
+        with ExitStack() as own:
+            child = self._child((begins, self._what.n_ubatches[0]), own, found.tier)
+            self._there(child, found, there, small, plan, is_first=True)
+            if begins is not SplitMode.LAYER:
+                return
+            self._there(child, found, back, small, plan)
+            for _, n_held in itertools.product(range(plan.switch_rounds), plan.held):
+                self._there(child, found, there, n_held, plan)
+                self._there(child, found, back, n_held, plan)
+
+    def _there(
+        self, child: _Child, found: _Switches, way: tuple[SplitMode, SplitMode], n_held: int, plan: Schedule,
+        *, is_first: bool = False,
+    ) -> None:  # fmt: skip
+        """Switch one way."""
+        before, after = way
+        target = self._what.placed((after, self._what.n_ubatches[0])).changed(flash_attn=child.placement.flash_attn)
+        steps = found.steps.setdefault((after, n_held), [])
+        outcome = child.measure(
+            lambda one: steps.append(one.seconds), target=target, n_held=n_held, n_steps=plan.n_steps
+        )
+        if outcome is None or outcome["status"] != SwitchStatus.SWITCHED.value:
+            raise ChildFailed(f"a switch to {after.value} mode: {outcome['reason'] if outcome else 'no outcome'}")
+        if outcome["weights"] != found.tier.value:
+            raise ChildFailed(f"weights came from {outcome['weights']}: {outcome['weights_reason']}")
+        found.outcomes.setdefault((before, after, is_first, n_held), []).append(outcome)
+
+    # ---- children ----
+
+    def _child(self, cell: Cell, stack: ExitStack, tier: WeightsTier = WeightsTier.FILE) -> _Child:
+        what = self._what
+        request = BenchRequest(what.model, what.library, what.placed(cell), what.rpc, tier)
+        return stack.enter_context(_Child(request, self._bencher, what.deadline_s))
+
+    def _taken(self, what: str, work: Callable[[], None]) -> bool:
+        """Do some work of a child; tells whether it was done. Why it was not is noted."""
+        try:
+            work()
+        except ChildFailed as error:
+            self._failure = error.failure
+            self._left_out.append(LeftOut(what, str(error)))
+            return False
+        return True
+
+    def _fit_at_once(self) -> bool:
+        """Tell whether sessions of all cells fit side by side; a server of RPC devices serves one at a time."""
+        what = self._what
+        wanted: dict[str, int] = {}
+        free: dict[str, int | None] = {}
+        for cell in itertools.product(what.modes, what.n_ubatches):
+            for need in needs_of_mode(plan_mode(what.facts, what.placed(cell), what.devices), what.devices):
+                wanted[need.pool] = wanted.get(need.pool, 0) + need.wanted
+                free[need.pool] = need.free
+        return not what.rpc and all(
+            (has := free[pool]) is not None and n_bytes <= _OF_MEMORY * has for pool, n_bytes in wanted.items()
+        )
+
+    def _short_of(self, placement: Placement) -> str:
+        """Say what a placement lacks; empty where it fits."""
+        plan = plan_mode(self._what.facts, placement, self._what.devices)
+        return "; ".join(need.text for need in lacking(needs_of_mode(plan, self._what.devices)))
+
+    # ---- time ----
+
+    def _left_s(self) -> float:
+        return self._what.budget_s - (time.monotonic() - self._started)
+
+    def _share(self) -> tuple[float, float]:
+        """Give the share that is done, and the seconds that are left, by the plan and by what the clock says."""
+        spent = time.monotonic() - self._started
+        left = max(min(self._planned_s - spent, self._left_s()), 0.0)
+        return (spent / (spent + left) if spent + left > 0 else 0.0), left
+
+    def _tell(self, stage: str, done: float, left_s: float) -> None:
+        left = max(round(left_s), 0)
+        note = f"about {left // 60}:{left % 60:02} left"
+        self._bencher.on_progress(Progress(stage, done, note))
+
+
+def _middle(times: Iterable[float | None]) -> float | None:
+    known = [one for one in times if one is not None]
+    return median(known) if known else None
+
+
+def _named(cell: Cell) -> str:
+    return f"{cell[0].value} -ub {cell[1]}"
+
+
+def roomy(
+    facts: ModelFacts, placement: Placement, devices: Sequence[DeviceFacts], modes: Sequence[SplitMode]
+) -> Placement:
+    """Give a placement without a context of its own one in which every depth can be measured, if that fits.
+
+    Args:
+        facts: the model.
+        placement: with the context that is asked; 0 leaves it to us.
+        devices: with the memory that is free.
+        modes: all of them shall fit; one that never does counts for nothing.
+    """
+    if placement.n_ctx:
+        return placement
+    most = min(facts.n_ctx_train or MAX_DEPTH, MAX_DEPTH + 2 * placement.n_batch)
+    n_ctx = least = 2 * SMALL_STATE
+    while n_ctx < most:
+        n_ctx *= 2
+
+    def fits(mode: SplitMode, n: int) -> bool:
+        one = replace(placement.changed(mode=mode), n_ctx=n * placement.n_streams)
+        return not lacking(needs_of_mode(plan_mode(facts, one, devices), devices))
+
+    possible = [mode for mode in modes if fits(mode, least)]
+    n_ctx = min(n_ctx, most)
+    while n_ctx > least and not all(fits(mode, n_ctx) for mode in possible):
+        n_ctx //= 2
+    return replace(placement, n_ctx=n_ctx * placement.n_streams)
+
+
+def widths(placement: Placement) -> tuple[int, ...]:
+    """Give the sizes of micro-batches worth trying: the placement's, twice and four times, up to a batch."""
+    n = min(placement.n_ubatch, placement.n_batch)
+    return tuple(dict.fromkeys((n, min(2 * n, placement.n_batch), min(4 * n, placement.n_batch))))
+
+
+def together(n_seq_max: int) -> tuple[int, ...]:
+    """Give the numbers of sequences worth trying: 1, and on by twos to the most."""
+    found, n = [1], 2
+    while n < n_seq_max:
+        found.append(n)
+        n *= 2
+    return tuple(dict.fromkeys((*found, n_seq_max)))

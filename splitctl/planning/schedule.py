@@ -1,0 +1,233 @@
+"""What `bench` measures of a machine: as much as its time allows, by first numbers of the machine itself.
+
+Laws:
+    1. Pure: the same wish and the same first numbers give the same schedule.
+    2. What is cut is said. The least that tells anything of a mode is never cut: one read, one step, once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from splitctl.placement import SplitMode
+
+#: Deepest place where something is measured, unless a context of its own is asked for [tokens].
+MAX_DEPTH = 16384
+#: Tokens of the shortest read, and of the first one.
+SHORT = 32
+#: Tokens of a session in a switch, where nothing larger fits the time or the context.
+SMALL_STATE = 256
+#: Tokens that a sequence may grow by beyond what is said: steps, warming up, padding.
+_SPARE = 256
+#: Attention makes deep reads slower than the first numbers say, and a machine is never quite idle.
+_SLOWER = 1.3
+_WARM_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """First numbers of one mode.
+
+    Attributes:
+        token_s: seconds of a token of a prompt.
+        step_s: seconds of a step of one sequence.
+        open_s: seconds until a session was open, its process started anew.
+        place_s: seconds of it in which the model was placed and its context built.
+    """
+
+    token_s: float
+    step_s: float
+    open_s: float
+    place_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What shall be measured, were there all the time.
+
+    Attributes:
+        n_batch: most tokens of a read.
+        room: tokens that one sequence may hold.
+        n_seqs: sequences that generate together, ascending, from 1.
+        n_ubatches: sizes of micro-batches; the first is the one that is asked for.
+        tiers: ways of a switch; the first is the last to be cut.
+        rounds: repetitions.
+    """
+
+    n_batch: int
+    room: int
+    n_seqs: tuple[int, ...] = (1,)
+    n_ubatches: tuple[int, ...] = (512,)
+    tiers: tuple[str, ...] = ()
+    rounds: int = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What is measured.
+
+    Attributes:
+        lengths: of reads into an empty sequence, tokens, ascending, each shorter than `chunk`.
+        chunk: of reads at each depth, tokens.
+        depths: ascending, from 0.
+        n_seqs: sequences that generate together.
+        n_steps: steps that count as one.
+        n_ubatches: sizes of micro-batches.
+        rounds: repetitions of all that.
+        tiers: ways of a switch.
+        held: tokens that a session holds when it is switched.
+        switch_rounds: times there and back for each of them.
+        cuts: what was left out for want of time, one phrase each.
+    """
+
+    lengths: tuple[int, ...]
+    chunk: int
+    depths: tuple[int, ...]
+    n_seqs: tuple[int, ...]
+    n_steps: int
+    n_ubatches: tuple[int, ...]
+    rounds: int
+    tiers: tuple[str, ...]
+    held: tuple[int, ...]
+    switch_rounds: int
+    cuts: tuple[str, ...] = ()
+
+    def round_s(self, look: Look) -> float:
+        """Tell how long one round takes in one mode with one size of micro-batches, seconds."""
+        steps = (self.n_steps + _WARM_STEPS) * look.step_s
+        reading = sum(n + min(n, 64) for n in self.lengths) + self.depths[-1] + self.chunk + 64
+        together = sum(n * SHORT * look.token_s + (1 + n) / 2 * steps for n in self.n_seqs)
+        return _SLOWER * (reading * look.token_s + len(self.depths) * steps + together)
+
+    def rounds_s(self, looks: Mapping[SplitMode, Look], *, reopened: bool = False) -> float:
+        """Tell how long all rounds take, seconds.
+
+        Args:
+            looks: first numbers of every mode that is measured.
+            reopened: whether a session is opened anew for each round; else once.
+        """
+        times = self.rounds if reopened else 1
+        cells = len(self.n_ubatches)
+        # The session of the first numbers is there already, where it may stay.
+        opened = cells if reopened else cells - 1
+        return sum(cells * self.rounds * self.round_s(look) + opened * times * look.open_s for look in looks.values())
+
+    def switches_s(self, looks: Mapping[SplitMode, Look]) -> float:
+        """Tell how long all switches take, seconds: two sessions for each way."""
+        pair = [looks[mode] for mode in (SplitMode.LAYER, SplitMode.TENSOR) if mode in looks]
+        if len(pair) < 2:
+            return 0.0
+        worst = Look(*(max(getattr(one, item.name) for one in pair) for item in dataclasses.fields(Look)))
+        one = worst.place_s + (self.n_steps + 2 * _WARM_STEPS) * worst.step_s
+        n_switches = 2 + 2 * len(self.held) * self.switch_rounds
+        reading = (sum(self.held) + self.held[0]) * worst.token_s
+        return _SLOWER * len(self.tiers) * (2 * worst.open_s + n_switches * one + reading)
+
+
+def schedule(wish: Wish, looks: Mapping[SplitMode, Look], left_s: float, *, reopened: bool = False) -> Schedule:
+    """Choose what to measure in the time that is left, seconds; see `Schedule.rounds_s` for the other arguments."""
+    full = _full(wish)
+    found = full
+    # Whether a switch pays is the question: switches go last, and then there is time for something else.
+    for begin in (full, replace(full, tiers=())):
+        found = begin
+        for cut in (_nothing, *_cuts()):
+            found = cut(found)
+            if found.rounds_s(looks, reopened=reopened) + found.switches_s(looks) <= left_s:
+                return replace(found, cuts=tuple(_said(full, found)))
+    return replace(found, cuts=tuple(_said(full, found)))
+
+
+def _full(wish: Wish) -> Schedule:
+    chunk = max(1, min(wish.n_batch, wish.room - _SPARE))
+    deepest = min(wish.room - chunk - _SPARE, MAX_DEPTH)
+    depths, depth = [0], chunk
+    while depth <= deepest:
+        depths.append(depth)
+        depth *= 2
+    lengths = tuple(n for n in (SHORT, 4 * SHORT, 16 * SHORT) if n < chunk)
+    large = min(max(depths[-1], chunk), wish.room - chunk - _SPARE)
+    held = tuple(sorted({min(SMALL_STATE, chunk), max(large, min(SMALL_STATE, chunk))}))
+    return Schedule(lengths, chunk, tuple(depths), wish.n_seqs, 8, wish.n_ubatches, wish.rounds, wish.tiers, held, 3)
+
+
+Cut = Callable[[Schedule], Schedule]
+
+
+def _cuts() -> Sequence[Cut]:
+    """List the cuts, what is missed least first."""
+
+    def few_depths(n: int) -> Cut:
+        def cut(now: Schedule) -> Schedule:
+            # The deepest goes first: it takes the most.
+            return _fitted(replace(now, depths=now.depths[: max(n, 1)]))
+
+        return cut
+
+    def smaller(chunk: int) -> Cut:
+        def cut(now: Schedule) -> Schedule:
+            if now.chunk <= chunk:
+                return now
+            depths = tuple(chunk << index for index in range(len(now.depths)))
+            n_ubatches = tuple(n for n in now.n_ubatches if n <= chunk) or now.n_ubatches[:1]
+            lengths = tuple(n for n in now.lengths if n < chunk)
+            return _fitted(replace(now, chunk=chunk, depths=(0, *depths[1:]), lengths=lengths, n_ubatches=n_ubatches))
+
+        return cut
+
+    def most(**limits: int) -> Cut:
+        return lambda now: replace(now, **{name: min(getattr(now, name), n) for name, n in limits.items()})
+
+    def first(name: str, n: int) -> Cut:
+        return lambda now: replace(now, **{name: getattr(now, name)[:n]})
+
+    def ends(now: Schedule) -> Schedule:
+        return replace(now, n_seqs=tuple(dict.fromkeys((now.n_seqs[0], now.n_seqs[-1]))))
+
+    return (
+        most(rounds=3), most(switch_rounds=2), few_depths(4), first("n_ubatches", 2), few_depths(3), ends,
+        first("n_ubatches", 1), few_depths(2), smaller(1024), smaller(512), most(rounds=2), first("tiers", 2),
+        most(switch_rounds=1, n_steps=4), smaller(256), first("held", 1), first("tiers", 1), smaller(128),
+        first("n_seqs", 1), smaller(64), few_depths(1), first("lengths", 1), most(rounds=1, n_steps=2), smaller(SHORT),
+    )  # fmt: skip
+
+
+def _nothing(now: Schedule) -> Schedule:
+    return now
+
+
+def _fitted(now: Schedule) -> Schedule:
+    """Keep the states of switches within what is read anyway."""
+    most = max(now.depths[-1], now.chunk)
+    return replace(now, held=tuple(sorted({min(n, most) for n in now.held})))
+
+
+def _said(full: Schedule, now: Schedule) -> list[str]:
+    """Say what is less than was wished for."""
+    words = {
+        "rounds": "repetitions",
+        "chunk": "most tokens at once",
+        "depths": "deepest place",
+        "n_ubatches": "-ub",
+        "n_seqs": "sequences together",
+        "tiers": "ways of a switch",
+        "held": "tokens held at a switch",
+        "switch_rounds": "switches of a kind",
+    }
+    found = []
+    for one in dataclasses.fields(Schedule):
+        was, has = getattr(full, one.name), getattr(now, one.name)
+        if one.name not in words or was == has:
+            continue
+        if one.name == "depths":
+            was, has = was[-1], has[-1]
+        found.append(f"{words[one.name]}: {_listed(has)}, not {_listed(was)}")
+    return found
+
+
+def _listed(value: object) -> str:
+    if isinstance(value, tuple):
+        return "/".join(_listed(one) for one in value) or "none"
+    return f"{value:,}" if isinstance(value, int) else str(value)
