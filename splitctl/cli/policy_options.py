@@ -135,7 +135,7 @@ def policy_config(
         raise NoNumbers(f"--policy auto cannot tell how fast the modes are: {found.why}; or give --rates FILE")
     if found.kept is None:
         log(f"policy: {found.why}; until then that profile is used")
-    return PolicyConfig(costs_of(kept.profile, _way_of(kept.profile, weights)), day_of(kept), settings)
+    return PolicyConfig(costs_of(kept.profile, way_of(kept.profile, weights)), day_of(kept), settings)
 
 
 def _rated(file: Path, weights: WeightsTier) -> Costs:
@@ -145,7 +145,7 @@ def _rated(file: Path, weights: WeightsTier) -> Costs:
     return costs_of_rates(rates.in_tier(known[0]) if known else rates)
 
 
-def _way_of(profile: Profile, weights: WeightsTier) -> str:
+def way_of(profile: Profile, weights: WeightsTier) -> str:
     """Choose the way whose times count: beside where it was measured, as it goes there where it fits."""
     both = [set(profile.ways(mode, other_than(mode))) for mode in MODES]
     known = set.intersection(*both)

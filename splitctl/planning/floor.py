@@ -22,6 +22,10 @@ from splitctl.planning.learned import Costs, other_than
 N_UBATCH, N_BATCH = 512, 2048
 
 
+#: A chain of times, the last one first.
+Trail = tuple["Trail", float] | None
+
+
 class Job:
     """One request on its way.
 
@@ -62,7 +66,7 @@ class Floor:
         mode: the mode of the session.
         more_s: what the last switch adds to a step, s.
         switched_at: when the last switch ended, s.
-        n_switches: switches made.
+        trail: when each switch began, s: the last one, behind those before it; None: none was made.
         queue: requests that wait, in the order in which they came.
         active: requests on sequences, in the order in which they started.
         idle_s: time in which nobody was there, s.
@@ -80,16 +84,16 @@ class Floor:
         "mode",
         "more_s",
         "n_seq_max",
-        "n_switches",
         "queue",
         "switched_at",
+        "trail",
     )
 
     def __init__(self, costs: Costs, n_seq_max: int, at: float, mode: SplitMode) -> None:
         self.costs, self.n_seq_max, self.at, self.mode = costs, n_seq_max, at, mode
         self.more_s = self.idle_s = 0.0
         self.switched_at = -math.inf
-        self.n_switches = 0
+        self.trail: Trail = None
         self.queue: list[Job] = []
         self.active: list[Job] = []
         self.empty_since = at
@@ -99,8 +103,9 @@ class Floor:
         twin = Floor.__new__(Floor)
         twin.costs, twin.n_seq_max, twin.at, twin.mode = self.costs, self.n_seq_max, self.at, self.mode
         twin.more_s, twin.idle_s, twin.empty_since = self.more_s, self.idle_s, self.empty_since
-        twin.switched_at, twin.n_switches = self.switched_at, self.n_switches
-        twin.queue = [job.copy() for job in self.queue]
+        twin.switched_at, twin.trail = self.switched_at, self.trail
+        # Nothing of a request changes before it starts.
+        twin.queue = self.queue.copy()
         twin.active = [job.copy() for job in self.active]
         return twin
 
@@ -130,9 +135,9 @@ class Floor:
         after = other_than(self.mode)
         pause, more_ms = self.costs.switch(self.mode, after, self.n_held)
         self.mode, self.more_s = after, more_ms / 1e3
+        self.trail = self.trail, self.at
         self.at += pause
         self.switched_at = self.at
-        self.n_switches += 1
         return pause
 
     def run(self, until: float, held: Collection[int] = ()) -> list[Job] | None:
@@ -164,10 +169,18 @@ class Floor:
         return self._apply(reading, generating, turns, n_read)
 
     def _start(self, held: Collection[int]) -> None:
-        for job in [one for one in self.queue if one.number not in held][: self.n_seq_max - len(self.active)]:
-            self.queue.remove(job)
-            job.began = self.at
-            self.active.append(job)
+        n_free = self.n_seq_max - len(self.active)
+        if held:
+            starting = [one for one in self.queue if one.number not in held][:n_free]
+            for job in starting:
+                self.queue.remove(job)
+        else:
+            starting = self.queue[:n_free]
+            del self.queue[:n_free]
+        for job in starting:
+            own = job.copy()
+            own.began = self.at
+            self.active.append(own)
 
     def _turns(self, reading: Job | None, generating: list[Job], depth: int, most: int) -> tuple[int, int, float]:
         """Count the turns, at most so many, until one ends or is read: with the tokens read, and the seconds."""

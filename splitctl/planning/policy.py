@@ -38,7 +38,7 @@ _PROMPT, _DEPTH = 2048, 1024
 #: and the least time until then [s].
 _PATIENCE, _LOOK_S = 0.25, 0.25
 #: Waiting requests that are thought of; those behind them wait anyway.
-_MOST_WAITING = 32
+_MOST_WAITING = 16
 #: Nobody is asked again sooner [s].
 _SOONEST_S = 1e-3
 #: Share by which a new request moves what is usual.
@@ -65,7 +65,7 @@ class Settings:
 
     min_stay_s: float = 2.0
     max_wait_s: float = 20.0
-    max_pause_s: float = 5.0
+    max_pause_s: float = 10.0
     hysteresis: float = 0.25
     backoff_s: float = 30.0
     max_backoff_s: float = 3600.0
