@@ -38,7 +38,7 @@ _PLAIN = Settings()
     metavar="FILE",
     help="Rates in place of a profile, as explain takes them.",
 )
-X
+@click.option("--way", type=click.Choice(TIMED), help="How a switch gets its weights; without: beside, if measured.")
 @click.option(
     "--from",
     "start",
