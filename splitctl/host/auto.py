@@ -39,6 +39,9 @@ _MS = 1e-3
 #: Least time until the policy is asked again [s].
 _SOONEST_S = 0.01
 
+#: A decision that takes longer is made less often: after it come so many times as long without one [s, times].
+_LONG_S, _REST = 0.001, 3.0
+
 #: Ends of a stream that say nothing of how long answers get.
 _NO_ANSWER = frozenset({"error", "context"})
 
@@ -113,6 +116,8 @@ class Auto:
         self._n_guests = 0
         self._timer: asyncio.TimerHandle | None = None
         self._is_due = False
+        # While the loop has a rest from decisions: until when, and which streams waited at the last one.
+        self._rests_until, self._known = 0.0, frozenset[int]()
 
     # ---- what the session tells ----
 
@@ -248,8 +253,16 @@ class Auto:
             # What is held stays held; what comes meanwhile is read in the mode that there is.
             self._hold(set(self._held), now, None)
             return
+        if now < self._rests_until:
+            # What has just come waits for its decision.
+            self._hold({*self._held, *(self._came.keys() - self._known)}, now, self._rests_until - now)
+            return
+        self._known = frozenset(self._came)
         if here.mode in MODES:
+            started = time.thread_time()
             decision = policy.decide(self._situation(here, queued, now))
+            took_s = time.thread_time() - started
+            self._rests_until = now + (1.0 + _REST) * took_s if took_s > _LONG_S else 0.0
         else:
             text = f"stays in {here.mode.value}: nothing was measured of this mode"
             decision = Decision(here.mode, frozenset(), None, text)

@@ -242,6 +242,21 @@ def test_rates_keep_learning(tmp_path: Path) -> None:
     play(tmp_path, script)
 
 
+def test_a_decision_that_takes_long_is_made_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes right after one waits for the next, which comes by itself; the loop is there for tokens meanwhile."""
+    spent = iter([0.0, 0.1])
+    monkeypatch.setattr(auto.time, "thread_time", lambda: next(spent, 0.1))
+
+    async def script(scene: Scene, policy: Wishes) -> None:
+        assert len(policy.asked) == 1
+        await ask(scene.supervisor, request_of([1], 1))
+        assert (len(policy.asked), started(scene), held(scene)) == (1, [], 1)
+        await soon(lambda: started(scene))
+        assert (len(policy.asked), held(scene)) == (2, 0)
+
+    play(tmp_path, script)
+
+
 # ---- switches that fail, and workers that die ----
 
 
