@@ -47,6 +47,9 @@ class Context(Handle):
         self.params = params
         self.is_endable = False
         """Whether an interruption may end the batch that is being decoded."""
+        self._n_changes = 0
+        self._changed_at: dict[int, int] = {}
+        self._all_changed_at = 0
         with self._making() as (_, lib):
             c_params = lib.llama_context_default_params()
             fill_context_params(c_params, params, library.profile.context_fields)
@@ -106,6 +109,18 @@ class Context(Handle):
         """Run the encoder over one batch; arguments and errors as for :meth:`decode`."""
         self._run("llama_encode", tokens, positions, seq_ids, outputs)
 
+    def version(self, seq_id: int) -> int:
+        """Return a number that is another one whenever a call may have changed what the memory holds of a sequence."""
+        return max(self._changed_at.get(seq_id, 0), self._all_changed_at)
+
+    def note_change(self, *seq_ids: int) -> None:
+        """Note that a call is about to change sequences; none named, or -1 among them: all."""
+        self._n_changes += 1
+        if not seq_ids or -1 in seq_ids:
+            self._all_changed_at = self._n_changes
+        for seq_id in seq_ids:
+            self._changed_at[seq_id] = self._n_changes
+
     def _run(
         self,
         function: str,
@@ -122,6 +137,7 @@ class Context(Handle):
         most = self.n_batch if function == "llama_decode" else self.n_ubatch
         if n > most:
             raise ValueError(f"a batch of {n} tokens for {function}, which takes {most} at most")
+        self.note_change(*set(seq_ids))
         # seq_id is an array of pointers, one a token. Its addresses are written as numbers: an assignment for each
         # would cost more than a decode of one token.
         ids = array("i", seq_ids)
@@ -216,20 +232,24 @@ class Context(Handle):
     def clear(self) -> None:
         """Forget every sequence."""
         # The newer function asks whether to clear the data too.
+        self.note_change()
         with_data = (True,) if self.library.exports(_NEW_MEMORY) else ()
         self._memory_call("clear", *with_data, none=None)
 
     def seq_rm(self, seq_id: int, first: int = -1, last: int = -1) -> bool:
         """Forget positions [first, last) of a sequence (-1: open end); False: this memory cannot cut there."""
+        self.note_change(seq_id)
         return bool(self._memory_call("seq_rm", seq_id, first, last, none=False))
 
     def seq_cp(self, source: int, target: int, first: int = -1, last: int = -1) -> None:
         """Let ``target`` share positions [first, last) of ``source``."""
+        self.note_change(source, target)
         self._memory_call("seq_cp", source, target, first, last, none=None)
 
     def seq_add(self, seq_id: int, first: int, last: int, delta: int) -> None:
         """Move positions [first, last) by ``delta``; the keys follow at the next decode only."""
         self.library.need("shift")
+        self.note_change(seq_id)
         self._memory_call("seq_add", seq_id, first, last, delta, none=None)
 
     def pos_min(self, seq_id: int) -> int:
@@ -265,6 +285,7 @@ class Context(Handle):
         from llama_native.model import tensor_split_array  # noqa: PLC0415 - model imports this module's Context for types
 
         self.library.need("native-switch")
+        self.note_change()
         with self.library.calling() as (ffi, lib):
             split = tensor_split_array(ffi, lib, tensor_split)
             return bool(lib.llama_context_set_split_mode(self.pointer, mode, split))

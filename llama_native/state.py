@@ -79,6 +79,7 @@ def _get(context: Context, function: str, buffer: Buffer, *seq_id: int) -> int:
 
 
 def _set(context: Context, function: str, buffer: Buffer, *seq_id: int) -> int:
+    context.note_change(*seq_id)
     with context.library.calling() as (ffi, lib), ffi.from_buffer("uint8_t[]", buffer) as view:
         n = int(context.library.call(getattr(lib, function), context.pointer, view, len(view), *seq_id))
     return _checked(context, function, n)

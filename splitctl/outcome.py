@@ -184,6 +184,8 @@ class SwitchOutcome:
         weights_reason: why it was not the tier that was asked for; empty where it was.
         carry_pinned: whether the state went through pinned memory; None without a state, or a device that gains by it.
         carry_pinned_reason: why it did not.
+        ahead_bytes: bytes of the state that crossed before the streams stood still; None without a second worker.
+        ahead_reason: why none of several sequences could.
 
     Raises:
         ValueError: the fields contradict each other.
@@ -213,6 +215,8 @@ class SwitchOutcome:
     weights_reason: str = ""
     carry_pinned: bool | None = None
     carry_pinned_reason: str = ""
+    ahead_bytes: int | None = None
+    ahead_reason: str = ""
 
     def __post_init__(self) -> None:
         parked = self.status is SwitchStatus.PARKED
@@ -270,12 +274,15 @@ class SwitchOutcome:
             "weights_reason": self.weights_reason,
             "carry_pinned": self.carry_pinned,
             "carry_pinned_reason": self.carry_pinned_reason,
+            "ahead_bytes": self.ahead_bytes,
+            "ahead_reason": self.ahead_reason,
             "stages_gb_s": self._rates(),
         }
 
     def _rates(self) -> dict[str, Json]:
         """Say how fast each stage moved what it moves, GB/s (1e9 bytes); None where it moved nothing."""
-        moved: dict[str, int | None] = dict.fromkeys(("saving", "sealing", "restoring", "proving"), self.state_bytes)
+        n_state = None if self.state_bytes is None else self.state_bytes - (self.ahead_bytes or 0)
+        moved: dict[str, int | None] = dict.fromkeys(("saving", "sealing", "restoring", "proving"), n_state)
         moved["placing"] = self.weight_bytes if self.weights is not WeightsTier.RESIDENT else None
         rates: dict[str, Json] = {}
         for one in fields(StageTimes):

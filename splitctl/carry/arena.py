@@ -229,6 +229,7 @@ class Arenas:
         original: which one keeps the sealed original of a switch; None: there is none.
         reported: which one holds the newest carry that another process was told of; None: there is none.
         on_overwrite: called with the index of the arena.
+        n_given: how often each has been given to be overwritten.
     """
 
     def __init__(self, first: Arena | None = None, second: Arena | None = None) -> None:
@@ -237,6 +238,7 @@ class Arenas:
         self.original: int | None = None
         self.reported: int | None = None
         self.on_overwrite: Callable[[int], None] = lambda _index: None
+        self.n_given = [0, 0]
         self._mutex = threading.Lock()
         self._made: dict[int, Block] = {}
         self._left: list[Block] = []
@@ -299,6 +301,7 @@ class Arenas:
         kept = self.reported if self.original is None else self.original
         index = 0 if kept is None else 1 - kept
         self.on_overwrite(index)
+        self.n_given[index] += 1
         if self.reported == index:
             self.reported = None
         self.both[index].reserve(n_bytes)

@@ -17,8 +17,28 @@ from splitctl.errors import CarryDamaged
 from splitctl.placement import Placement
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from splitctl.carry.arena import Arena
     from splitctl.carry.file import Carry
+    from statecodec import StateImage
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The state of one sequence, as the library gives it, in an arena.
+
+    Attributes:
+        seq_id: the sequence.
+        offset: where it begins, bytes from the arena's start.
+        n_bytes: its length.
+        digest: its checksum (`splitctl.carry.digest`), 32 hex digits.
+    """
+
+    seq_id: int
+    offset: int
+    n_bytes: int
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +47,13 @@ class Seal:
 
     Attributes:
         arena: which of the session's two arenas holds it, 0 or 1.
-        state_bytes: the library's bytes, from the arena's start.
-        state_digest: their checksum (`splitctl.carry.digest`), 32 hex digits.
+        state_bytes: the library's bytes, from the arena's start; of all segments where there are any.
+        state_digest: their checksum (`splitctl.carry.digest`), 32 hex digits; empty where there are segments.
         rest_offset: where everything else of the carry begins, bytes from the arena's start.
         rest_bytes: its length: a carry as `splitctl.carry.file` writes it, without the state.
         rest_digest: xxh3-128 of it.
         placement: where the state was made.
+        segments: the state sequence by sequence, in place of that of all.
     """
 
     arena: int
@@ -42,9 +63,10 @@ class Seal:
     rest_bytes: int
     rest_digest: str
     placement: Placement
+    segments: tuple[Segment, ...] = ()
 
 
-def put(arena: Arena, index: int, carry: Carry, checksum: bytes) -> Seal:
+def put(arena: Arena, index: int, carry: Carry, checksum: bytes, segments: tuple[Segment, ...] = ()) -> Seal:
     """Put what belongs to a state behind it, so that the arena holds the whole carry; returns where everything lies.
 
     Args:
@@ -52,6 +74,7 @@ def put(arena: Arena, index: int, carry: Carry, checksum: bytes) -> Seal:
         index: which of the session's arenas it is.
         carry: the carry.
         checksum: that of its state (`splitctl.carry.digest`).
+        segments: where its state lies in the arena, which is then in neither of both.
 
     Raises:
         CarryDamaged: the carry contradicts itself.
@@ -60,36 +83,97 @@ def put(arena: Arena, index: int, carry: Carry, checksum: bytes) -> Seal:
     """
     from splitctl.carry import file as carries  # noqa: PLC0415 - numpy, which messages that name a seal do without
 
-    n_state = len(carry.state)
+    n_state = sum(one.n_bytes for one in segments) or len(carry.state)
+    n_taken = max((one.offset + one.n_bytes for one in segments), default=n_state)
     rest = carries.to_bytes(carries.seal(dataclasses.replace(carry, state=memoryview(b""))))
-    offset = -(-n_state // mmap.PAGESIZE) * mmap.PAGESIZE
+    offset = paged(n_taken)
     end = offset + len(rest)
     arena.reserve(end)
     arena.view(end)[offset:] = rest
-    return Seal(index, n_state, checksum.hex(), offset, len(rest), xxhash.xxh3_128_hexdigest(rest), carry.placement)
+    rest_digest = xxhash.xxh3_128_hexdigest(rest)
+    return Seal(index, n_state, checksum.hex(), offset, len(rest), rest_digest, carry.placement, segments)
+
+
+def paged(n_bytes: int) -> int:
+    """Round up to whole pages."""
+    return -(-n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def take(arena: Arena, seal: Seal, *, is_state_proved: bool = False) -> Carry:
-    """Take a sealed carry out of an arena. Lifetime: its state is a view of the arena.
+    """Take a sealed carry out of an arena.
 
-    With ``is_state_proved`` the state's checksum is left to the caller, who holds it against what comes of the state.
+    Lifetime: its state is a view of the arena; one that lies there by sequences is put together in memory of its own.
+
+    With ``is_state_proved`` the checksum of a state in one piece is left to the caller, who holds it against what comes
+    of the state.
 
     Raises:
         CarryDamaged: the memory does not hold what was sealed.
         OSError: the memory cannot be mapped.
     """
+    if seal.segments:
+        carry = take_rest(arena, seal)
+        views = {one.seq_id: view_of(arena, one) for one in seal.segments}
+        for one in seal.segments:
+            _verify(f"the state of sequence {one.seq_id}", digest(views[one.seq_id]).hex(), one.digest)
+        return dataclasses.replace(carry, state=_put_together(views, carry))
+    if not 0 <= seal.state_bytes <= seal.rest_offset:
+        raise CarryDamaged(None, f"its state ends at {seal.state_bytes}, what follows begins at {seal.rest_offset}")
+    carry = take_rest(arena, seal)
+    state = arena.view(seal.state_bytes)
+    if not is_state_proved:
+        verify_state(state, seal)
+    return dataclasses.replace(carry, state=state.toreadonly())
+
+
+def take_rest(arena: Arena, seal: Seal) -> Carry:
+    """Take out all of a sealed carry but its state, which is empty; errors as for :func:`take`."""
     from splitctl.carry import file as carries  # noqa: PLC0415 - as in `put`
 
     end = seal.rest_offset + seal.rest_bytes
-    if not 0 <= seal.state_bytes <= seal.rest_offset or seal.rest_bytes < 0:
-        raise CarryDamaged(None, f"its state ends at {seal.state_bytes}, what follows begins at {seal.rest_offset}")
+    if seal.rest_offset < 0 or seal.rest_bytes < 0:
+        raise CarryDamaged(None, f"what is not its state has {seal.rest_bytes} bytes from {seal.rest_offset} on")
     arena.reserve(end)
-    whole = arena.view(end)
-    state, rest = whole[: seal.state_bytes], bytes(whole[seal.rest_offset :])
-    if not is_state_proved:
-        verify_state(state, seal)
+    rest = bytes(arena.view(end)[seal.rest_offset :])
     _verify("all but its state", xxhash.xxh3_128_hexdigest(rest), seal.rest_digest)
-    return dataclasses.replace(carries.from_bytes(rest).carry, state=state.toreadonly())
+    return carries.from_bytes(rest).carry
+
+
+def view_of(arena: Arena, segment: Segment) -> memoryview:
+    """Give the bytes of a segment, not verified; errors as for :func:`take`."""
+    if segment.offset < 0 or segment.n_bytes < 0:
+        raise CarryDamaged(None, f"sequence {segment.seq_id} has {segment.n_bytes} bytes from {segment.offset} on")
+    end = segment.offset + segment.n_bytes
+    arena.reserve(end)
+    return arena.view(end)[segment.offset :]
+
+
+def merged(images: Mapping[int, StateImage], architecture: str, n_streams: int) -> StateImage:
+    """Put the states of sequences together to that of a context with a stream for each; nothing is copied.
+
+    Its bytes are those that the library writes of such a context. Source: seen on builds 9713 to 11549.
+
+    Raises:
+        CarryDamaged: they do not go together.
+    """
+    import statecodec  # noqa: PLC0415 - as in `put`
+
+    try:
+        return statecodec.transcode.merge(images, architecture=architecture, n_stream=n_streams)
+    except statecodec.NotRepresentable as error:
+        raise CarryDamaged(None, str(error)) from error
+
+
+def _put_together(views: Mapping[int, memoryview], carry: Carry) -> memoryview:
+    import statecodec  # noqa: PLC0415 - as in `put`
+
+    architecture, n_streams = carry.fingerprint.identity.architecture, carry.placement.n_streams
+    facts = statecodec.ModelFacts(architecture=architecture, n_seq_max=n_streams)
+    try:
+        images = {seq_id: statecodec.parse(view, facts=facts) for seq_id, view in views.items()}
+    except statecodec.StateFormatError as error:
+        raise CarryDamaged(None, str(error)) from error
+    return memoryview(b"".join(statecodec.emit(merged(images, architecture, n_streams))))
 
 
 def verify_state(state: memoryview, seal: Seal) -> None:

@@ -1,7 +1,9 @@
 """A switch that a second worker makes while the first one serves: make before break.
 
-Main path: the second worker is started and builds the target -> the first one seals the session at a token boundary ->
-the second one takes it over and proves it -> the workers are swapped. Streams stand still from the seal to the swap.
+Main path: the second worker is started and builds the target -> the first one copies idle sequences between decodes,
+and the second restores and proves them -> the first one seals the session at a token boundary, what has changed since
+copied anew -> the second one takes it over and proves it -> the workers are swapped. Streams stand still from the seal
+to the swap.
 
 Laws:
     1. Until the swap the first worker has the session: whatever the second one comes to, the first goes on as it was.
@@ -24,13 +26,14 @@ from splitctl.host.manager import WorkerManager
 from splitctl.host.streams import StreamTable
 from splitctl.host.switches import SwitchRecord
 from splitctl.ipc import orders
+from splitctl.ipc.ahead import CopiedAhead, CopyAhead, TakeAhead, TookAhead
 from splitctl.outcome import DevicePeak, Stage, StageTimes, SwitchOutcome, SwitchStatus, Via
 from splitctl.placement import Placement
 from splitctl.switching.machine import CANCELLED
 
 _MS = 1e3
 
-_Report = TypeVar("_Report", orders.Opened, orders.HandedOver, orders.TookOver)
+_Report = TypeVar("_Report", orders.Opened, CopiedAhead, TookAhead, orders.HandedOver, orders.TookOver)
 
 
 class _Off(Exception):
@@ -67,7 +70,7 @@ class Beside:
     """One such switch.
 
     Attributes:
-        is_owed: the first worker was ordered to seal the session, and has not answered.
+        is_owed: the first worker was ordered to copy or seal for the second, and has not answered.
         is_detached: no worker is at any stream.
 
     Thread: the supervisor's loop.
@@ -108,7 +111,7 @@ class Beside:
 
     # ---- what workers report ----
 
-    def answered(self, report: orders.HandedOver | orders.Failed | orders.Switched) -> None:
+    def answered(self, report: CopiedAhead | orders.HandedOver | orders.Failed | orders.Switched) -> None:
         """Take the first worker's answer."""
         if not self.is_owed:
             raise ReportWrong(f"an answer to order {report.order}, which nobody gave")
@@ -122,7 +125,7 @@ class Beside:
                     self._steps.reached(report)
                 case orders.Sealed() | orders.Unsealed():
                     self._steps.take_seal(report)
-                case orders.Opened() | orders.TookOver():
+                case orders.Opened() | TookAhead() | orders.TookOver():
                     self._events.put_nowait(report)
                 case orders.Failed():
                     self._fail(report)
@@ -166,6 +169,7 @@ class Beside:
             raise _lost(end)
         opened = await self._next(orders.Opened)
         manager.idle_standby()
+        await self._send_ahead()
         asked_at = time.monotonic()
         record.is_handing = self.is_owed = True
         self._reached(Stage.QUIESCING)
@@ -185,6 +189,20 @@ class Beside:
         self._steps.take_opened(opened)
         self._streams.back()
         return outcome
+
+    async def _send_ahead(self) -> None:
+        """Let idle sequences cross while the first worker serves on; raises _Off as `_move`."""
+        number, manager = self._record.order, self._manager
+        self.is_owed = True
+        manager.send(CopyAhead(number))
+        self._steps.changed()
+        copied = await self._next(CopiedAhead)
+        self.is_owed = False
+        self._steps.changed()
+        if copied.segments:
+            manager.send_standby(TakeAhead(number, copied.arena, copied.segments))
+            await self._next(TookAhead)
+            manager.idle_standby()
 
     def _reached(self, stage: Stage) -> None:
         self._steps.reached(orders.StageReached(self._record.order, stage.value))
@@ -227,7 +245,7 @@ class Beside:
             event = await self._events.get()
             if isinstance(event, orders.HandedOver):
                 self._has_answered()
-            elif isinstance(event, orders.Failed | orders.Switched):
+            elif isinstance(event, CopiedAhead | orders.Failed | orders.Switched):
                 self.is_owed = False
                 refused = event if isinstance(event, orders.Switched) else None
         self._manager.send(orders.GoOn(record.order))
@@ -269,6 +287,8 @@ class Beside:
             weights_reason=took.weights_reason,
             carry_pinned=handed.carry_pinned,
             carry_pinned_reason=handed.carry_pinned_reason,
+            ahead_bytes=handed.ahead_bytes,
+            ahead_reason=handed.ahead_reason,
             via=Via.BESIDE,
             peak_device_bytes=_peaks(opened),
             pause_ms=(now - handed.stood_at) * _MS,

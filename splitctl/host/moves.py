@@ -24,13 +24,14 @@ from splitctl.host.pending import OnLoss, PendingOrders
 from splitctl.host.streams import StreamTable
 from splitctl.host.switches import Switches, SwitchRecord
 from splitctl.ipc import orders
+from splitctl.ipc.ahead import CopiedAhead
 from splitctl.outcome import Route, Stage, SwitchOptions
 from splitctl.placement import Placement
 
 OnStage = Callable[[str, float], None]
 _Moving = (
-    orders.StageReached | orders.Sealed | orders.Unsealed | orders.FitsBeside | orders.HandedOver | orders.FirstStep
-    | orders.Switched | orders.Trial
+    orders.StageReached | orders.Sealed | orders.Unsealed | orders.FitsBeside | CopiedAhead | orders.HandedOver
+    | orders.FirstStep | orders.Switched | orders.Trial
 )  # fmt: skip
 """Reports that are about a switch."""
 
@@ -130,7 +131,7 @@ class Moves:
                 self._take_seal(report)
             case orders.FitsBeside():
                 self._lead(report)
-            case orders.HandedOver():
+            case CopiedAhead() | orders.HandedOver():
                 self._answered(report)
             case orders.FirstStep():
                 self._confirmed(report)
@@ -188,7 +189,7 @@ class Moves:
         )
         self._beside = Beside(record, found, self._manager, self._streams, steps)
 
-    def _answered(self, report: orders.HandedOver | orders.Switched) -> None:
+    def _answered(self, report: CopiedAhead | orders.HandedOver | orders.Switched) -> None:
         self._switches.of(report.order)
         if self._beside is None:
             raise ReportWrong(f"an answer to order {report.order}, which nobody gave")

@@ -37,6 +37,7 @@ from splitctl.host.saving import Saving
 from splitctl.host.streams import Stream, StreamTable
 from splitctl.host.switches import Switches
 from splitctl.ipc import orders
+from splitctl.ipc.ahead import CopiedAhead
 from splitctl.ipc.jobs import Fault
 from splitctl.model.identity import FileIdentity
 from splitctl.outcome import SwitchOptions, to_plain
@@ -324,8 +325,8 @@ class Supervisor:
             case orders.Reading() | orders.Step() | orders.Ended() | orders.Forgot():
                 self._streams.take(report)
             case (
-                orders.StageReached() | orders.Sealed() | orders.Unsealed() | orders.FitsBeside() | orders.HandedOver()
-                | orders.FirstStep() | orders.Switched() | orders.Trial()
+                orders.StageReached() | orders.Sealed() | orders.Unsealed() | orders.FitsBeside() | CopiedAhead()
+                | orders.HandedOver() | orders.FirstStep() | orders.Switched() | orders.Trial()
             ):  # fmt: skip
                 self._moves.take(report)
             case orders.Replaced():

@@ -21,6 +21,7 @@ from typing import Any
 
 from splitctl.carry.sampling import SamplerSpec
 from splitctl.carry.seal import Seal
+from splitctl.ipc.ahead import CopiedAhead, CopyAhead, TakeAhead, TookAhead
 from splitctl.ipc.jobs import Fault, JobEvent
 from splitctl.ipc.wire import kinds_of
 from splitctl.model.identity import FileIdentity
@@ -246,7 +247,8 @@ class Close:
 
 
 Order = (
-    Open | Tokenize | Start | Halt | Switch | HandOver | GoOn | TakeOver | Check | Save | Restore | Measure | Close
+    Open | Tokenize | Start | Halt | Switch | CopyAhead | TakeAhead | HandOver | GoOn | TakeOver | Check | Save
+    | Restore | Measure | Close
 )  # fmt: skip
 
 ORDERS = kinds_of(Order)
@@ -425,6 +427,8 @@ class HandedOver:
         n_tokens: tokens of all of them.
         carry_pinned: whether the state went through pinned memory; None where no device gains by it.
         carry_pinned_reason: why it did not.
+        ahead_bytes: bytes of the state that were copied before.
+        ahead_reason: why none of several sequences could be.
     """
 
     order: int
@@ -434,6 +438,8 @@ class HandedOver:
     n_tokens: int = 0
     carry_pinned: bool | None = None
     carry_pinned_reason: str = ""
+    ahead_bytes: int = 0
+    ahead_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -570,8 +576,9 @@ class Alive:
 
 
 Report = (
-    Opened | Tokenized | Reading | Step | Ended | Forgot | StageReached | Sealed | Unsealed | FitsBeside | HandedOver
-    | TookOver | FirstStep | Switched | Trial | Checked | Saved | Replaced | Timed | Measured | Failed | Alive
+    Opened | Tokenized | Reading | Step | Ended | Forgot | StageReached | Sealed | Unsealed | FitsBeside
+    | CopiedAhead | TookAhead | HandedOver | TookOver | FirstStep | Switched | Trial | Checked | Saved | Replaced
+    | Timed | Measured | Failed | Alive
 )  # fmt: skip
 
 REPORTS = kinds_of(Report)

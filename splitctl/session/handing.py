@@ -1,7 +1,8 @@
 """A session on its way from one process to another, through sealed memory that both hold.
 
-The one that serves: `why_not_beside` -> `hand_over`. The other one: `warm_up` -> `take_over`; its first decode after
-that is the trial. Whoever leads the two keeps the first one until that has come.
+The one that serves: `why_not_beside` -> `begin_ahead` -> `copy_next`, as often as there is an idle sequence ->
+`hand_over`. The other one: `warm_up` -> `take_ahead` -> `take_over`; its first decode after that is the trial. Whoever
+leads the two keeps the first one until that has come.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from splitctl.errors import Refused, StateUnsound, TrialFailed
+from llama_native import NativeError
+from splitctl.errors import Refused, SplitctlError, StateUnsound, TrialFailed
 from splitctl.outcome import Proof, Route, Stage
+from splitctl.session import ahead
+from splitctl.session.ahead import Incoming, Outgoing
 from splitctl.session.decoder import nonsense
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Sequence
 
-    from splitctl.carry.seal import Seal
+    from splitctl.carry.seal import Seal, Segment
     from splitctl.engine.live import LiveSession
     from splitctl.outcome import WeightsTier
     from splitctl.session.decoder import Decoder
@@ -41,6 +45,7 @@ class Handed:
         n_sequences: sequences that hold anything.
         n_tokens: tokens of all of them.
         pinned: whether the state lies in pinned memory, None where nothing would gain; and why it does not.
+        ahead: bytes of it that were copied before, and why none were where some could have been.
     """
 
     stood_at: float
@@ -48,6 +53,7 @@ class Handed:
     n_sequences: int
     n_tokens: int
     pinned: tuple[bool | None, str]
+    ahead: tuple[int, str] = (0, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,9 @@ class Handing:
         self._transfer = transfer
         self._decoder = decoder
         self._working = working
+        self._outgoing: Outgoing | None = None
+        self._why_not_ahead = ""
+        self._incoming = Incoming(live)
 
     def notify_seals(self, on_sealed: Callable[[Seal], None], on_overwrite: Callable[[int], None]) -> None:
         """Report every sealed carry from now on, which then lies in its arena as a whole.
@@ -109,6 +118,38 @@ class Handing:
             return ""
         return self._checker.lacking_beside(live, checked.target)
 
+    def begin_ahead(self, checked: Checked) -> None:
+        """Begin to copy sequences for a process that has placed the checked target, where that can be."""
+        with self._working("copying ahead"):
+            self._outgoing, self._why_not_ahead = None, ahead.why_not(self._live, checked.target)
+            # The arena of a trial's original is not to be had, and the other one holds what it was sealed as last.
+            if not self._why_not_ahead and self._transfer.kept is not None:
+                self._why_not_ahead = "the switch before is still on trial"
+
+    def copy_next(self, busy: Collection[int]) -> bool:
+        """Copy one sequence that is not busy; says whether there was one. Nothing is lost where it cannot be."""
+        with self._working("copying ahead"):
+            live = self._live
+            if self._why_not_ahead or not any(one.n_past and one.seq_id not in busy for one in live.used()):
+                return False
+            try:
+                if self._outgoing is None:
+                    self._outgoing = Outgoing(live)
+                return self._outgoing.copy_next(busy)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the session serves on, and goes in one piece
+                self.end_ahead(str(error))
+                return False
+
+    def copied(self) -> tuple[int, tuple[Segment, ...]]:
+        """Say in which arena the copies lie, and where in it."""
+        with self._working("copying ahead"):
+            one = self._outgoing
+            return (0, ()) if one is None or not one.is_valid else (one.arena, one.segments())
+
+    def end_ahead(self, why: str = "") -> None:
+        """Forget the copies."""
+        self._outgoing, self._why_not_ahead = None, why
+
     def hand_over(self, checked: Checked, reached: Callable[[Stage], None]) -> Handed:
         """Seal all that the session holds, for a process that has placed the checked target.
 
@@ -125,13 +166,36 @@ class Handing:
             if reasons := self._checker.again(self._live, checked):
                 raise Refused(reasons)
             reached(Stage.SAVING)
-            saving_at = perf_counter()
-            self._transfer.save()
+            began_at = perf_counter()
+            parts = self._copied_rest()
+            if parts is None:
+                self._transfer.save()
             sealing_at = perf_counter()
             reached(Stage.SEALING)
-            sealed = self._transfer.seal_as_it_is()
-            ms = {"saving": (sealing_at - saving_at) * _MS, "sealing": (perf_counter() - sealing_at) * _MS}
-            return Handed(stood_at, ms, sealed.n_sequences, sealed.n_tokens, self._transfer.pinned)
+            if parts is None:
+                sealed, n_ahead = self._transfer.seal_as_it_is(), 0
+                pinned = self._transfer.pinned
+            else:
+                sealed, n_ahead = parts.seal(), parts.n_ahead
+                self._transfer.report(sealed)
+                pinned = self._live.arenas.both[parts.arena].pinned
+            ms = {"saving": (sealing_at - began_at) * _MS, "sealing": (perf_counter() - sealing_at) * _MS}
+            why, self._outgoing = self._why_not_ahead, None
+            return Handed(stood_at, ms, sealed.n_sequences, sealed.n_tokens, pinned, (n_ahead, why))
+
+    def _copied_rest(self) -> Outgoing | None:
+        """Copy what has changed since the others were copied; None where the state goes in one piece."""
+        parts, self._outgoing = self._outgoing, None
+        if parts is None or self._live.pending_shift:
+            return None
+        if not parts.is_valid:
+            self._why_not_ahead = "the memory with the copies was taken for something else"
+            return None
+        try:
+            return parts if parts.complete() else None
+        except (NativeError, SplitctlError, OSError) as error:
+            self._why_not_ahead = str(error)
+            return None
 
     # ---- the other one ----
 
@@ -157,6 +221,15 @@ class Handing:
             if wrong:
                 raise TrialFailed(wrong)
 
+    def take_ahead(self, arena: int, segments: Sequence[Segment]) -> None:
+        """Restore and prove sequences that the other process has copied; :meth:`take_over` comes next.
+
+        Raises:
+            SplitctlError, OSError: the memory is none.
+        """
+        with self._working("taking sequences ahead"):
+            self._incoming.take(arena, segments)
+
     def take_over(
         self,
         seal: Seal,
@@ -170,22 +243,32 @@ class Handing:
         Args:
             seal: where it lies.
             proof: how the restored state is proved, beyond the positions.
-            is_trial: the next decode is the trial: one that fails raises TrialFailed, and ends the session.
+            is_trial: the next decode is the trial: one that fails raises TrialFailed, and ends the session. What has
+                come ahead counts.
             reached: called as a stage begins.
 
         Raises:
-            SplitctlError: it is not what was sealed, this context cannot hold it, or it does not read back; only in the
-                last case the session is not as it was.
+            SplitctlError: it is not what was sealed, this context cannot hold it, or it does not read back; in the last
+                case, and where sequences have come ahead, the session is not as it was.
+            llama_native.CallFailed: the library refused what was to come after those.
         """
         with self._working("taking over a sealed carry"):
             reached(Stage.RESTORING)
             restoring_at = perf_counter()
             is_read_back = proof is Proof.BYTES
-            changes = self._storage.take_over(seal, self._transfer, is_read_back=is_read_back)
+            late: Sequence[Segment] | None = None
+            changes: tuple[str, ...] = ()
+            if is_trial and seal.segments:
+                late = self._storage.complete(seal, self._incoming)
+            else:
+                self._incoming.drop()
+                changes = self._storage.take_over(seal, self._transfer, is_read_back=is_read_back)
             proving_at = perf_counter()
             reached(Stage.PROVING)
-            if wrong := self._transfer.unlike_what_was_given() if is_read_back else "":
-                raise StateUnsound(wrong)
+            if is_read_back:
+                wrong = self._transfer.unlike_what_was_given() if late is None else self._incoming.unlike(late)
+                if wrong:
+                    raise StateUnsound(wrong)
             self._decoder.must_succeed = is_trial
             ms = {"restoring": (proving_at - restoring_at) * _MS, "proving": (perf_counter() - proving_at) * _MS}
             engine = self._live.engine

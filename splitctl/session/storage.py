@@ -29,9 +29,10 @@ from splitctl.switching.rules import SessionFacts
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from splitctl.carry.seal import Seal
+    from splitctl.carry.seal import Seal, Segment
     from splitctl.carry.sequence import SequenceCarry
     from splitctl.engine.live import LiveSession
+    from splitctl.session.ahead import Incoming
     from splitctl.switching.sealing import SealedState
     from splitctl.switching.transfer import Transfer
 
@@ -131,7 +132,7 @@ class Storage:
         arenas = self._live.arenas
 
         def sealed(state: SealedState, index: int) -> None:
-            on_sealed(seals.put(arenas.both[index], index, self.carry(state), state.digest))
+            on_sealed(seals.put(arenas.both[index], index, self.carry(state), state.digest, state.segments))
 
         transfer.on_sealed = sealed
         arenas.on_overwrite = on_overwrite
@@ -159,6 +160,25 @@ class Storage:
         changes = transfer.replace(read.state, slots(), refit=is_foreign, checksum=checksum)
         self._take_samplers(read)
         return changes
+
+    def complete(self, seal: Seal, incoming: Incoming) -> list[Segment]:
+        """Become a carry in an arena of which some sequences have come ahead; gives those that had not.
+
+        Raises:
+            SplitctlError, llama_native.CallFailed: it is damaged, or this context cannot hold it; the session is not to
+                be used again.
+        """
+        arenas = self._live.arenas
+        arenas.take_made()
+        read = seals.take_rest(arenas.both[seal.arena], seal)
+        arenas.reported = seal.arena
+        slots, is_foreign = self._fitting(read)
+        if is_foreign:
+            raise StateUnsound("another layout wrote the sequences, which are not converted one by one")
+        late = incoming.complete(seal, {one.seq_id: one.n_past - 1 for one in read.sequences if one.n_past})
+        self._live.slots = slots()
+        self._take_samplers(read)
+        return late
 
     def _fitting(self, read: Carry) -> tuple[Callable[[], dict[int, Slot]], bool]:
         """Refuse a carry of another model; return its sequences, and whether another layout wrote its state."""

@@ -1,4 +1,7 @@
-"""What a sealed state is, and the check that its bytes say what the session says. Reads bytes, touches no library."""
+"""What a sealed state is, and the check that its bytes say what the session says. Reads bytes, touches no library.
+
+A state is sealed in one piece, or sequence by sequence (`Part`); then the parts are put together for the check.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import statecodec
+from splitctl.carry.digest import Digest
+from splitctl.carry.seal import Segment, merged
 from splitctl.engine.live import LiveSession
+from splitctl.errors import CarryDamaged, StateUnsound
 from splitctl.model.facts import ModelFacts
 from splitctl.switching import tables
 from splitctl.switching.state_facts import state_facts
@@ -25,6 +31,7 @@ class SealedState:
         n_sequences: sequences that hold anything.
         version: newest session version that the bytes can be read as; 0 for a model without a memory.
         is_foreign: it was sealed again during a trial, in the layout of the target and not of the old placement.
+        segments: the state sequence by sequence, in place of one view.
     """
 
     view: memoryview
@@ -35,6 +42,62 @@ class SealedState:
     n_sequences: int
     version: int = 0
     is_foreign: bool = False
+    segments: tuple[Segment, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The state of one sequence in an arena: parsed, and being checksummed.
+
+    Args:
+        seq_id: the sequence.
+        offset: where it begins, bytes from the arena's start.
+        n_bytes: its length.
+        image: what it says; it borrows the arena.
+        checksum: of its bytes, once it is done.
+    """
+
+    seq_id: int
+    offset: int
+    n_bytes: int
+    image: statecodec.StateImage
+    checksum: Digest
+
+    def segment(self) -> Segment:
+        """Say where it lies; waits for its checksum."""
+        return Segment(self.seq_id, self.offset, self.n_bytes, self.checksum.result().hex())
+
+
+def part(live: LiveSession, seq_id: int, offset: int, view: memoryview) -> Part:
+    """Parse the state of one sequence and begin its checksum; raises StateUnsound."""
+    checksum = Digest(view)
+    try:
+        image = statecodec.parse(view, facts=_narrow(live, _facts(live)))
+    except statecodec.StateFormatError as error:
+        checksum.result()
+        raise StateUnsound(f"the saved state of sequence {seq_id} does not parse: {error}") from error
+    return Part(seq_id, offset, len(view), image, checksum)
+
+
+def agreed(live: LiveSession, parts: Mapping[int, Part], wanted: Mapping[int, int]) -> int:
+    """Hold the parts together against the session, as `contradictions` does a state.
+
+    Returns:
+        The newest session version that they can be read as.
+
+    Raises:
+        StateUnsound: they disagree.
+    """
+    try:
+        image = merged(
+            {seq_id: one.image for seq_id, one in parts.items()}, live.facts.architecture, live.placement.n_streams
+        )
+    except CarryDamaged as error:
+        raise StateUnsound(str(error)) from error
+    wrong, version = _contradictions(live, image, wanted)
+    if wrong:
+        raise StateUnsound(wrong)
+    return version
 
 
 def contradictions(live: LiveSession, view: memoryview, wanted: Mapping[int, int]) -> tuple[str, int]:
@@ -51,7 +114,10 @@ def contradictions(live: LiveSession, view: memoryview, wanted: Mapping[int, int
     Raises:
         statecodec.StateFormatError: the bytes do not parse.
     """
-    image = read(live, view)
+    return _contradictions(live, read(live, view), wanted)
+
+
+def _contradictions(live: LiveSession, image: statecodec.StateImage, wanted: Mapping[int, int]) -> tuple[str, int]:
     version = max(image.versions, default=0)
     if image.is_opaque:
         return "", version
@@ -74,17 +140,10 @@ def read(live: LiveSession, view: memoryview) -> statecodec.StateImage:
     Raises:
         statecodec.StateFormatError: the bytes do not parse.
     """
-    facts = statecodec.ModelFacts(
-        architecture=live.facts.architecture,
-        n_layer=live.facts.n_layer,
-        n_seq_max=live.placement.n_seq_max,
-        n_ctx=live.engine.live_context.n_ctx,
-    )
+    facts = _facts(live)
     if live.state_shape is not None:
-        versions, sections, has_ext, has_v = live.state_shape
-        narrow = replace(facts, versions=versions, sections=sections, has_ext=has_ext, has_v=has_v)
         try:
-            return statecodec.parse(view, facts=narrow)
+            return statecodec.parse(view, facts=_narrow(live, facts))
         except statecodec.StateFormatError:
             live.state_shape = None
     image = statecodec.parse(view, facts=facts)
@@ -97,6 +156,23 @@ def read(live: LiveSession, view: memoryview) -> statecodec.StateImage:
             tuple(any(stream.values for _, stream in one.filled()) for one in attention if one.n_layers),
         )
     return image
+
+
+def _facts(live: LiveSession) -> statecodec.ModelFacts:
+    return statecodec.ModelFacts(
+        architecture=live.facts.architecture,
+        n_layer=live.facts.n_layer,
+        n_seq_max=live.placement.n_seq_max,
+        n_ctx=live.engine.live_context.n_ctx,
+    )
+
+
+def _narrow(live: LiveSession, facts: statecodec.ModelFacts) -> statecodec.ModelFacts:
+    """Leave the one way to read a state that the last one was read in, if there was one."""
+    if live.state_shape is None:
+        return facts
+    versions, sections, has_ext, has_v = live.state_shape
+    return replace(facts, versions=versions, sections=sections, has_ext=has_ext, has_v=has_v)
 
 
 def _missing_cells(image: statecodec.StateImage, wanted: Mapping[int, int]) -> str:

@@ -72,6 +72,11 @@ class Batcher:
         """Whether any stream is on its way."""
         return bool(self._streams)
 
+    @property
+    def busy(self) -> frozenset[int]:
+        """The sequences that streams are on."""
+        return frozenset(one.seq_id for one in self._streams.values())
+
     def start(self, order: Start) -> None:
         """Take a stream."""
         try:
@@ -90,7 +95,7 @@ class Batcher:
         return self._session.fill(order.seq_id, order.tokens, n_delivered=max(order.n_delivered, order.is_pending))
 
     def _refuse_taken(self, order: Start) -> None:
-        if order.stream in self._streams or order.seq_id in {one.seq_id for one in self._streams.values()}:
+        if order.stream in self._streams or order.seq_id in self.busy:
             taken = f"{order.stream} on sequence {order.seq_id}"
             raise ConfigInvalid("stream", taken, "a number and a sequence that no stream has")
 
@@ -222,7 +227,7 @@ class Batcher:
         """
         session = self._session
         while (full := session.why_full(seq_id, n_new)) is not None:
-            busy = {one.seq_id for one in self._streams.values()}
+            busy = self.busy
             idle = [one for one in range(session.placement.n_seq_max) if one not in busy and session.n_held(one)]
             if not session.placement.kv_unified:
                 return full

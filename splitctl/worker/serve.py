@@ -19,6 +19,7 @@ from splitctl.carry.arena import Arena, Arenas
 from splitctl.engine.host_copy import HostCopy
 from splitctl.errors import Busy, ConfigInvalid, Parked, Refused, SplitctlError
 from splitctl.ipc import orders
+from splitctl.ipc.ahead import CopiedAhead, CopyAhead, TakeAhead, TookAhead
 from splitctl.ipc.jobs import Failure, Fault, HostRequest, JobEvent, Progress, Result
 from splitctl.ipc.orders import Open, Order, Report, WorkerEvent
 from splitctl.ipc.wire import MessageInvalid
@@ -38,6 +39,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Emit = Callable[[WorkerEvent], None]
+_Answered = (
+    orders.Tokenize | CheckDone | CopyAhead | TakeAhead | orders.HandOver | orders.TakeOver | orders.Save
+    | orders.Restore
+)  # fmt: skip
+"""What has an answer of its own."""
 
 #: Least time between two signs of life [seconds].
 _ALIVE_S = 1.0
@@ -276,11 +282,14 @@ class _Server:
         self._inbox = inbox
         self._checks = checks
         self._batcher = Batcher(session, report)
+        self._handing = session.handing
         self._on_trial: SwitchOutcome | None = None
         self._last_reported: SwitchOutcome | None = None
         self._opening_ms = opening_ms
         self._beside: CheckDone | None = None
         """The switch for which a second worker is started."""
+        self._copying: int | None = None
+        """The order by which idle sequences are being copied for it."""
         self._taken: tuple[int, int] | None = None
         """The switch by which the session came here, and the decodes before; until one has been done since."""
 
@@ -288,7 +297,7 @@ class _Server:
         """Carry out orders and carry on streams; returns the last event."""
         try:
             while True:
-                order = self._inbox.take(waiting=not self._batcher.is_busy)
+                order = self._inbox.take(waiting=not self._batcher.is_busy and self._copying is None)
                 if isinstance(order, orders.Close):
                     return Result({})
                 if order is not None:
@@ -298,6 +307,7 @@ class _Server:
                     self._batcher.turn()
                 self._report_trial()
                 self._report_first_step()
+                self._copy_ahead()
         except Parked as error:
             self._report_trial()
             failure = failure_of(error)
@@ -315,13 +325,16 @@ class _Server:
             case orders.Switch() | orders.Check():
                 self._checks.begin(order)
             case orders.GoOn():
-                self._beside = None
+                self._beside = self._copying = None
+                self._handing.end_ahead()
             case orders.Open() | orders.Close() | orders.Measure():
                 raise MessageInvalid("", type(order).__name__, "an order of a session that is open")
             case _:
                 number = order.order.order if isinstance(order, CheckDone) else order.order
                 try:
-                    self._report(self._answer(order))
+                    answer = self._answer(order)
+                    if answer is not None:
+                        self._report(answer)
                 except Parked:
                     raise
                 except Exception as error:  # noqa: BLE001 - whatever it is, it is this order's answer
@@ -329,14 +342,18 @@ class _Server:
         if isinstance(order, CheckDone) and self._session.stage is Stage.PARKED:
             raise Parked(self._session.parked_at)
 
-    def _answer(
-        self, order: orders.Tokenize | CheckDone | orders.HandOver | orders.TakeOver | orders.Save | orders.Restore
-    ) -> Report:
+    def _answer(self, order: _Answered) -> Report | None:
+        """Carry out an order and give its answer; None where that comes later."""
         match order:
             case orders.Tokenize():
                 return self._tokenize(order)
             case CheckDone():
                 return self._checked(order)
+            case CopyAhead():
+                self._begin_ahead(order)
+                return None
+            case TakeAhead():
+                return self._take_ahead(order)
             case orders.HandOver():
                 return self._hand_over(order)
             case orders.TakeOver():
@@ -384,27 +401,46 @@ class _Server:
             return orders.Switched(order.order, hosted.refused(self._session, checked, done.why_not_beside).to_json())
         return self._switch(order, checked, done.why_not_beside or "")
 
+    def _target_beside(self, number: int) -> Checked:
+        done = self._beside
+        if done is None or done.order.order != number or isinstance(done.found, Exception):
+            raise ConfigInvalid("order", number, "that of a switch for which a second worker was started")
+        return done.found
+
+    def _begin_ahead(self, order: CopyAhead) -> None:
+        """Copy idle sequences for a second worker from now on."""
+        self._handing.begin_ahead(self._target_beside(order.order))
+        self._copying = order.order
+
+    def _copy_ahead(self) -> None:
+        """Copy an idle sequence for a second worker, or say where all of them lie."""
+        if self._copying is not None and not self._handing.copy_next(self._batcher.busy):
+            self._report(CopiedAhead(self._copying, *self._handing.copied()))
+            self._copying = None
+
+    def _take_ahead(self, order: TakeAhead) -> Report:
+        """Restore what another worker has copied of its sequences so far."""
+        self._handing.take_ahead(order.arena, order.segments)
+        return TookAhead(order.order)
+
     def _hand_over(self, order: orders.HandOver) -> Report:
         """Seal the session for a second worker, and let go of its streams."""
-        done = self._beside
-        if done is None or done.order.order != order.order or isinstance(done.found, Exception):
-            raise ConfigInvalid("order", order.order, "that of a switch for which a second worker was started")
+        checked = self._target_beside(order.order)
         try:
-            handed = self._session.handing.hand_over(done.found, lambda stage: self._reached(order.order, stage))
+            handed = self._handing.hand_over(checked, lambda stage: self._reached(order.order, stage))
         except Refused as error:
             self._beside = None
-            checked = dataclasses.replace(done.found, reasons=tuple(error.reasons))
+            checked = dataclasses.replace(checked, reasons=tuple(error.reasons))
             return orders.Switched(order.order, hosted.refused(self._session, checked).to_json())
         self._batcher.detach()
-        return orders.HandedOver(
-            order.order, handed.stood_at, handed.stages_ms, handed.n_sequences, handed.n_tokens, *handed.pinned
-        )
+        told = (handed.n_sequences, handed.n_tokens, *handed.pinned, *handed.ahead)
+        return orders.HandedOver(order.order, handed.stood_at, handed.stages_ms, *told)
 
     def _take_over(self, order: orders.TakeOver) -> Report:
         """Become what another worker has sealed; the next decode is the trial."""
         if self._batcher.is_busy:
             raise Busy("streams")
-        taken = self._session.handing.take_over(
+        taken = self._handing.take_over(
             order.seal,
             proof=order.options.proof,
             is_trial=True,

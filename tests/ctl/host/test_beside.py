@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from splitctl.carry.seal import Seal
+from splitctl.carry.seal import Seal, Segment
 from splitctl.errors import Busy
 from splitctl.host import manager
 from splitctl.host.events import SwitchEnded, TrialEnded
 from splitctl.host.supervisor import HostState
 from splitctl.ipc import orders
+from splitctl.ipc.ahead import CopiedAhead, CopyAhead, TakeAhead, TookAhead
 from splitctl.ipc.jobs import Failure, Fault
 from splitctl.outcome import Route, SwitchOptions
 from splitctl.placement import SplitMode
@@ -23,6 +24,7 @@ from tests.ctl.host.test_manager import A, B, Scene
 from tests.ctl.hosting import GUARD_S, LAYER, TENSOR, Client, ScriptedLink, ask, request_of, soon
 
 SEAL = Seal(0, 11, "cc" * 16, 4096, 21, "dd" * 16, LAYER)
+SEGMENTS = (Segment(2, 0, 7, "ee" * 16), Segment(3, 4096, 9, "ff" * 16))
 BESIDE = SwitchOptions(via=Route.BESIDE)
 
 
@@ -54,21 +56,38 @@ class Beside:
         self.first.report(orders.FitsBeside(self.number, TENSOR, 2.0))
         await self.scene.next_link(2)
 
-    async def open(self) -> None:
-        """Let the second worker build the target, and the first be told to seal."""
+    async def place(self) -> None:
+        """Let the second worker build the target, and the first be told to copy idle sequences."""
         await self.check()
         self.second.report(orders.StageReached(self.number, "building"))
         self.second.open()
+        await self.scene.order(CopyAhead, self.first)
+
+    async def copy(self) -> None:
+        """Go on to where the first worker has copied some, and the second is told to take them."""
+        await self.place()
+        self.first.report(orders.Unsealed(1), CopiedAhead(self.number, 1, SEGMENTS))
+        await self.scene.order(TakeAhead, self.second)
+
+    async def nothing_ahead(self) -> None:
+        """Let the first worker have no idle sequence, and be told to seal."""
+        await self.scene.order(CopyAhead, self.first)
+        self.first.report(CopiedAhead(self.number))
         await self.scene.order(orders.HandOver, self.first)
 
-    def seal(self) -> None:
+    async def open(self) -> None:
+        """Go on to where nothing was copied ahead, and the first worker is told to seal."""
+        await self.place()
+        await self.nothing_ahead()
+
+    def seal(self, **more: Any) -> None:
         """Let the first worker seal the session."""
         self.first.report(
             orders.StageReached(self.number, "saving"),
             orders.Unsealed(0),
             orders.StageReached(self.number, "sealing"),
             orders.Sealed(SEAL),
-            orders.HandedOver(self.number, 0.0, {"saving": 1.0, "sealing": 2.0}, 1, 3),
+            orders.HandedOver(self.number, 0.0, {"saving": 1.0, "sealing": 2.0}, 1, 3, **more),
         )
 
     async def hand(self) -> None:
@@ -356,7 +375,7 @@ def test_a_second_worker_that_opens_elsewhere_is_ended(tmp_path: Path) -> None:
     async def script(beside: Beside) -> None:
         await beside.check()
         beside.second.open(LAYER)
-        await beside.scene.order(orders.HandOver, beside.first)
+        await beside.nothing_ahead()
         beside.seal()
         await beside.scene.order(orders.TakeOver, beside.second)
         beside.second.report(orders.TookOver(beside.number))
@@ -419,19 +438,16 @@ def test_a_second_worker_that_is_lost_later_is_recovered_from_like_any_other(tmp
 # ---- the first worker fails ----
 
 
-@pytest.mark.parametrize("when", ["loading", "saving", "handed"])
+@pytest.mark.parametrize("when", ["loading", "copying", "copied", "saving", "handed"])
 def test_a_first_worker_that_is_lost_ends_the_second(tmp_path: Path, when: str) -> None:
     """The usual recovery, in the old placement, with what had been sealed by then; no second worker is there."""
 
     async def script(beside: Beside) -> None:
         client = await streaming(beside.scene)
-        if when == "loading":
-            await beside.check()
-        elif when == "saving":
-            await beside.open()
+        way = {"loading": beside.check, "copying": beside.place, "copied": beside.copy, "saving": beside.open}
+        await way.get(when, beside.hand)()
+        if when == "saving":
             beside.first.report(orders.StageReached(beside.number, "saving"))
-        else:
-            await beside.hand()
         beside.first.die("the worker died by signal 11 (SIGSEGV)")
         third = await beside.scene.next_link(3)
         assert beside.second.end is not None
@@ -440,7 +456,8 @@ def test_a_first_worker_that_is_lost_ends_the_second(tmp_path: Path, when: str) 
         assert (opening.placement, opening.seal) == (LAYER, SEAL if when == "handed" else None)
         third.open()
         outcome = await beside.outcome()
-        stage = {"loading": "placing", "saving": "saving", "handed": "restoring"}[when]
+        copying = dict.fromkeys(("copying", "copied"), "building")
+        stage = {"loading": "placing", "saving": "saving", "handed": "restoring", **copying}[when]
         assert (outcome["status"], outcome["stage"], outcome["via"]) == ("fell_back", stage, "beside")
         assert "SIGSEGV" in outcome["reason"]
         await soon(third.starts)
@@ -513,7 +530,7 @@ def test_a_first_worker_that_says_the_impossible_is_lost(tmp_path: Path, report:
 # ---- cancelled, late, stopped ----
 
 
-@pytest.mark.parametrize("when", ["checking", "loading", "saving", "handed"])
+@pytest.mark.parametrize("when", ["checking", "loading", "copying", "copied", "saving", "handed"])
 def test_a_cancel_ends_the_second_worker(tmp_path: Path, when: str) -> None:
     """At any time before the swap; the first one goes on with its streams."""
 
@@ -528,8 +545,11 @@ def test_a_cancel_ends_the_second_worker(tmp_path: Path, when: str) -> None:
             assert (await beside.outcome())["status"] == "cancelled"
             assert len(beside.scene.links) == 1
         else:
-            await {"loading": beside.check, "saving": beside.open, "handed": beside.hand}[when]()
+            way = {"loading": beside.check, "copying": beside.place, "copied": beside.copy, "saving": beside.open}
+            await way.get(when, beside.hand)()
             supervisor.cancel_switch()
+            if when == "copying":
+                beside.first.report(CopiedAhead(beside.number, 1, SEGMENTS))
             if when == "saving":
                 beside.seal()
             await beside.is_off("cancelled")
@@ -550,6 +570,7 @@ def test_a_boundary_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None
         beside.first.report(orders.FitsBeside(beside.number, TENSOR, 2.0))
         await beside.scene.next_link(2)
         beside.second.open()
+        await beside.nothing_ahead()
         await soon(lambda: beside.second.end is not None)
         beside.seal()
         outcome = await beside.is_off("refused")
@@ -558,14 +579,14 @@ def test_a_boundary_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None
     play(tmp_path, script)
 
 
-@pytest.mark.parametrize("when", ["loading", "saving", "handed", "swapped"])
+@pytest.mark.parametrize("when", ["loading", "copied", "saving", "handed", "swapped"])
 def test_a_stop_ends_both_workers(tmp_path: Path, when: str) -> None:
     """Whatever the switch was at, no worker is left, and what the session holds is saved by the one that has it."""
 
     async def script(beside: Beside) -> None:
         client = await streaming(beside.scene)
-        way = {"loading": beside.check, "saving": beside.open, "handed": beside.hand, "swapped": beside.take}
-        await way[when]()
+        way = {"loading": beside.check, "copied": beside.copy, "saving": beside.open, "swapped": beside.take}
+        await way.get(when, beside.hand)()
         stopping = asyncio.ensure_future(beside.scene.supervisor.stop())
         if when == "saving":
             await soon(lambda: beside.second.end is not None)
@@ -605,6 +626,12 @@ def test_silence_is_measured_of_whoever_owes_something(tmp_path: Path) -> None:
         await beside.check()
         assert (beside.first.is_expected, beside.second.is_expected) == (False, True)
         beside.second.open()
+        await beside.scene.order(CopyAhead, beside.first)
+        assert (beside.first.is_expected, beside.second.is_expected) == (True, False)
+        beside.first.report(CopiedAhead(beside.number, 1, SEGMENTS))
+        await beside.scene.order(TakeAhead, beside.second)
+        assert (beside.first.is_expected, beside.second.is_expected) == (False, True)
+        beside.second.report(TookAhead(beside.number))
         await beside.scene.order(orders.HandOver, beside.first)
         assert (beside.first.is_expected, beside.second.is_expected) == (True, False)
         beside.seal()

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitctl.carry.sampling import SamplerSpec
+from splitctl.carry.seal import Segment
 from splitctl.ipc import orders
+from splitctl.ipc.ahead import CopiedAhead, CopyAhead, TakeAhead, TookAhead
 from splitctl.ipc.jobs import Fault
 from splitctl.ipc.wire import MessageInvalid, from_line, from_object, to_line, to_object
 from splitctl.outcome import Proof, Route, SwitchOptions, WeightsTier
@@ -20,6 +22,7 @@ from splitctl.placement import FlashAttn, Placement, SplitMode
 
 PLACEMENT = Placement(mode=SplitMode.TENSOR, devices=("CPU", "CPU"), tensor_split=(3.0, 1.0), flash_attn=FlashAttn.ON)
 SEAL = orders.Seal(1, 100, "ab" * 16, 128, 50, "cd" * 16, PLACEMENT)
+SEGMENT = Segment(3, 4096, 50, "ef" * 16)
 BOOK = orders.SequenceSnapshot(2, (1, 2, 3), is_pending=True, sampler=SamplerSpec(seed=7, stop=("\n", "é")), n_draws=3)
 
 ORDERS = (
@@ -30,9 +33,11 @@ ORDERS = (
     orders.Start(3, 0, tuple(range(1000)), SamplerSpec(), 5, n_draws=2, is_pending=True, n_delivered=3),
     orders.Halt(3),
     orders.Switch(4, PLACEMENT, SwitchOptions(Proof.OFF, convert=False, force=True)),
+    CopyAhead(4),
+    TakeAhead(4, 1, (SEGMENT,)),
     orders.HandOver(4),
     orders.GoOn(4),
-    orders.TakeOver(4, SEAL, SwitchOptions(via=Route.BESIDE)),
+    orders.TakeOver(4, dataclasses.replace(SEAL, segments=(SEGMENT,)), SwitchOptions(via=Route.BESIDE)),
     orders.Check(5, PLACEMENT),
     orders.Save(6, Path("/x/y")),
     orders.Restore(7, Path("/x/y")),
@@ -51,7 +56,9 @@ REPORTS = (
     orders.Unsealed(0),
     orders.Switched(1, {"status": "switched"}),
     orders.FitsBeside(1, PLACEMENT, 2.5),
-    orders.HandedOver(1, 12.5, {"saving": 1.5}, 2, 3, False, "why"),
+    CopiedAhead(1, 1, (SEGMENT,)),
+    TookAhead(1),
+    orders.HandedOver(1, 12.5, {"saving": 1.5}, 2, 3, False, "why", 5, "why"),
     orders.TookOver(1, {"restoring": 1.5}, ("x",), 5, WeightsTier.PINNED, "why"),
     orders.FirstStep(1),
     orders.Trial({"status": "switched"}),
