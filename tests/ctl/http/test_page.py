@@ -18,9 +18,13 @@ KEY = "a-key-of-this-page"
 
 @pytest.fixture(scope="module")
 def server(smollm2: Path) -> Iterator[Web]:
-    """A host of a real model, with a key."""
+    """A host of a real model, with a key, and a policy that never finds a reason to switch."""
     with house() as home:
+        rates = home.folder / "rates.json"
+        modes = {name: {"prompt_tps": 50, "generate_tps": 20} for name in ("layer", "tensor")}
+        rates.write_text(json.dumps({"switch_s": 9, "modes": modes}), encoding="ascii")
         placed = ["-m", smollm2, "--device", "CPU,CPU", "-c", "512", "-t", "1", "-np", "2", "-sm", "layer"]
+        placed += ["--policy", "auto", "--rates", rates]
         with web(home, *placed, key=KEY) as served:
             yield served
 
@@ -87,6 +91,8 @@ def test_the_page_shows_what_the_session_is(server: Web, page: Browser) -> None:
     assert len(devices) == 2
     assert all("CPU" in one and "GiB" in one for one in devices)
     assert status["model"]["name"] in page.text("#model")
+    page.until("document.getElementById('policy').textContent.startsWith('policy: stays in ')")
+    assert page.text("#policy") == f"policy: {server.get('/session').body['policy']['decision']}"
 
 
 @pytest.mark.parametrize("width", [320, 390, 768])
