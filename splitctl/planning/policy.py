@@ -216,11 +216,14 @@ class Policy:
         if isinstance(self.costs, Learned):
             self.costs.observe_step(mode, n_seq, depth, seconds, self._more_s * 1e3)
         if mode in MODES:
-            self._served(mode, seconds * n_steps, self.costs.step_s(other_than(mode), n_seq, depth) * n_steps)
+            there = other_than(mode)
+            # Whoever goes there has what that adds to a token; who was there from the start has not.
+            more_s = self.costs.switch(mode, there, 0)[1] / 1e3 * n_steps
+            self._served(mode, seconds * n_steps, self.costs.step_s(there, n_seq, depth) * n_steps, more_s)
 
-    def _served(self, mode: SplitMode, seconds: float, other_s: float) -> None:
+    def _served(self, mode: SplitMode, seconds: float, other_s: float, more_s: float = 0.0) -> None:
         self._took(seconds, {mode: seconds, other_than(mode): other_s})
-        self._regret = max(self._regret + seconds - other_s, 0.0)
+        self._regret = max(self._regret + seconds - other_s - more_s, 0.0)
 
     def _took(self, seconds: float, fixed: Mapping[SplitMode, float]) -> None:
         # Bounded: what was long ago shall not outweigh what comes for ever.
@@ -356,7 +359,7 @@ class Policy:
 
     def _look_back(self, situation: Situation, plans: Plans) -> None:
         """Say what being in each mode costs when what usually comes comes next, beyond the better mode."""
-        if self._endings_n_new < _EVERY or len(self._shapes) < _EVERY:
+        if self._endings_n_new < min(_EVERY, max(len(self._shapes), 1)):
             return
         self._endings_n_new = 0
         crowd = max(round(self._crowd), 1)
