@@ -50,8 +50,8 @@ MAX_ERROR, MAX_REGRET = 0.15, 0.05
 MIN_PROMPT, MIN_ANSWER = 64, 32
 #: Neighbours among the points that are looked at differ by this factor.
 _STEP = 2**0.5
-#: Repetitions that time is planned for.
-_ROUNDS = 3
+#: Repetitions that time is planned for, and the most that are made.
+_ROUNDS, _MAX_ROUNDS = 3, 15
 #: The order in which the choices of a point need no switch between them, begun in layer mode.
 CYCLE = (Choice.LAYER, Choice.LAYER_TO_TENSOR, Choice.TENSOR, Choice.TENSOR_TO_LAYER)
 _BIG = "big-500"
@@ -175,7 +175,9 @@ def chosen(found: Sequence[Point], n: int, budget_s: float) -> list[Point]:
         Fewer than ``n`` where the time, or the points, do not suffice.
     """
     taken: list[Point] = []
-    left_s, cheap_s = budget_s, statistics.fmean(sorted(one.seconds for one in found)[:n])
+    cheap = sorted(one.seconds for one in found)
+    n = min(n, len(cheap), int(budget_s / cheap[0]))
+    left_s, cheap_s = budget_s, statistics.fmean(cheap[:n]) if n else 0.0
     groups = [[one for one in found if one.best is choice] for choice in Choice]
     groups = [group for group in groups if group]
     while len(taken) < n and groups:
@@ -295,8 +297,9 @@ def check(model: Path, kept: KeptProfile, library: Library, placement: Placement
     profile = kept.profile
     n_ctx = min(read_facts(model).n_ctx_train, given.ctx)
     found = list(candidates(profile, n_ctx))
-    rounds = 1 if given.quick else _ROUNDS
-    points = chosen(found, given.points, given.seconds / rounds)
+    # All points once, rather than some of them several times.
+    tried = [chosen(found, given.points, given.seconds / n) for n in range(_ROUNDS, 0, -1)]
+    points = max(tried, key=len)
     if not points:
         raise SystemExit(f"no point can be run within {given.seconds:g} s: give more --seconds")
     need = max(point.prompt + point.generate for point in points) + 8
@@ -311,7 +314,7 @@ def check(model: Path, kept: KeptProfile, library: Library, placement: Placement
         for choice in CYCLE:
             # Threads wake, clocks rise, buffers are made, trials are run.
             runner.run(choice, MIN_PROMPT, 2)
-        compared = measure(runner, points, 10 * rounds, until)
+        compared = measure(runner, points, _MAX_ROUNDS, until)
     nowhere = [choice.value for choice in Choice if all(one.best is not choice for one in found)]
     return {
         "model": kept.model_name,
@@ -385,7 +388,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Check and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--quick", action="store_true", help="a quick bench, 4 points, one round planned for")
+    parser.add_argument("--quick", action="store_true", help="a quick bench, and 4 points in 45 s")
     parser.add_argument("--points", type=int, help="points of each model (default 12)")
     parser.add_argument("--seconds", type=float, help="time to run the points of a model in (default 450)")
     parser.add_argument("--fresh", action="store_true", help="measure again, whatever is kept")
