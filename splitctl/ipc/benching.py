@@ -297,6 +297,7 @@ class _Run:
         self._report = BenchReport()
         self._left_out = self._report.left_out
         self._planned_s = what.budget_s
+        self._tiers: list[WeightsTier] = []
         self._failure: Failure | None = None
         self._stays = self._fit_at_once()
 
@@ -370,18 +371,17 @@ class _Run:
             else:
                 fitting.append(n_ubatch)
         has_both = all(mode in self._looks for mode in _PAIR)
-        tiers = [one for one in what.tiers if has_both and self._tier_fits(one)]
+        self._tiers = [one for one in what.tiers if has_both and self._tier_fits(one)]
         wish = Wish(
             n_batch=what.placement.n_batch,
             room=what.room,
             n_seqs=what.n_seqs,
             n_ubatches=tuple(fitting),
-            tiers=tuple(one.value for one in tiers),
+            tiers=tuple(one.value for one in self._tiers),
             rounds=what.rounds,
         )
         plan = schedule(wish, self._looks, self._left_s() * _PLANNED, reopened=not self._stays)
         self._report.cuts = plan.cuts
-        self._left_out += [LeftOut(one, _NO_TIME) for one in wish.tiers if one not in plan.tiers]
         self._planned_s = time.monotonic() - self._started + plan.switches_s(self._looks)
         self._planned_s += plan.rounds_s(self._looks, reopened=not self._stays)
         return plan
@@ -397,20 +397,20 @@ class _Run:
     # ---- rounds ----
 
     def _rounds(self, plan: Schedule, children: dict[Cell, _Child], stack: ExitStack) -> None:
-        """Go over every cell, as often as is planned and the time allows."""
+        """Go over every cell, as often as the time allows: once in any case."""
         cells = [(mode, n_ubatch) for mode in self._looks for n_ubatch in plan.n_ubatches]
         dead: set[Cell] = set()
         longest_s, reserved_s = 0.0, plan.switches_s(self._looks)
-        for number in range(plan.rounds):
+        for number in range(self._what.rounds):
             if number and self._left_s() < longest_s + reserved_s:
-                self._report.cuts += (f"repetitions: {number}, not {plan.rounds}",)
+                self._report.cuts += (f"repetitions: {number}, not {self._what.rounds}",)
                 return
             began = time.monotonic()
             # Backwards every other time: what comes first in a round is not always the same.
             for cell in cells if number % 2 == 0 else cells[::-1]:
                 if cell in dead:
                     continue
-                self._tell(f"round {number + 1} of {plan.rounds}: {_named(cell)}", *self._share())
+                self._tell(f"round {number + 1}: {_named(cell)}", *self._share())
                 if not self._turn(plan, cell, children, stack):
                     dead.add(cell)
             longest_s = max(longest_s, time.monotonic() - began)
@@ -450,17 +450,19 @@ class _Run:
 
     def _switch(self, plan: Schedule) -> None:
         """Switch there and back, in a session that began in either mode, with weights from each tier."""
-        for tier in (WeightsTier(one) for one in plan.tiers):
+        longest_s = 0.0
+        for tier in self._tiers:
+            began = time.monotonic()
+            if self._left_s() < longest_s or (tier.value not in plan.tiers and not longest_s):
+                self._left_out.append(LeftOut(tier.value, _NO_TIME))
+                continue
             found = _Switches(tier)
             self._switches.append(found)
             for begins in _PAIR:
                 self._tell(f"switches from {begins.value} mode, weights from {tier.value}", *self._share())
                 if not self._taken(tier.value, partial(self._from, begins, found, plan)):
                     break
-            if self._left_s() <= 0:
-                rest = plan.tiers[plan.tiers.index(tier.value) + 1 :]
-                self._left_out += [LeftOut(one, _NO_TIME) for one in rest]
-                return
+            longest_s = max(longest_s, time.monotonic() - began)
 
     def _from(self, begins: SplitMode, found: _Switches, plan: Schedule) -> None:
         """Switch in a session that begins in a mode: the first time, and from layer mode there and back again."""

@@ -65,7 +65,8 @@ def _fastest(profile: Profile, work: Work) -> Comparison:
     advice = advise(profile, work)
     if not advice.ways:
         raise ModeNotMeasured("mode", "a switch", advice.sentence)
-    return min(advice.ways.values(), key=lambda one: one.seconds[one.best])
+    switches = [choice for choice in Choice if choice.is_switch]
+    return min(advice.ways.values(), key=lambda one: min(one.seconds[choice] for choice in switches))
 
 
 def _what_for(profile: Profile) -> str:

@@ -79,7 +79,8 @@ class Schedule:
         tiers: ways of a switch.
         held: tokens that a session holds when it is switched.
         switch_rounds: times there and back for each of them.
-        cuts: what was left out for want of time, one phrase each.
+        cuts: what is less than was wished for, one phrase each; repetitions and ways of a switch aside, of which there
+            may be more in the end.
     """
 
     lengths: tuple[int, ...]
@@ -207,12 +208,10 @@ def _fitted(now: Schedule) -> Schedule:
 def _said(full: Schedule, now: Schedule) -> list[str]:
     """Say what is less than was wished for."""
     words = {
-        "rounds": "repetitions",
         "chunk": "most tokens at once",
         "depths": "deepest place",
         "n_ubatches": "-ub",
         "n_seqs": "sequences together",
-        "tiers": "ways of a switch",
         "held": "tokens held at a switch",
         "switch_rounds": "switches of a kind",
     }
