@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from llama_native.devices import DeviceKind
 from llama_native.errors import CallFailed, LoadCancelled, TensorUnknown, UnsupportedAbi
 from llama_native.model import Model, fill_model_params
+from llama_native.params import SplitMode
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -32,7 +33,11 @@ _NE_OFFSET = 16
 _N_DIMS = 4
 _N_THREADS = 8
 _CONCURRENT = frozenset({"CPU", "CUDA", "ROCm", "MUSA"})
-"""Backends whose buffers take tensors from several threads at once. An RPC server's socket, for one, does not."""
+"""Backends whose buffers take tensors from several threads at once. An RPC server's socket, for one, does not.
+
+Neither do the buffers of tensor mode, whatever is behind them: the first write of each tensor adds to one map
+(ggml-backend-meta.cpp, split_state_cache), without a lock.
+"""
 
 
 class MetaKind(Enum):
@@ -205,7 +210,8 @@ def load_user_model(
         name: what the model is called in errors.
         progress: called with the uploaded share, 0.0 to 1.0; returning False ends the load.
         endable: whether what ``progress`` or a signal's handler raises ends the load too.
-        n_threads: threads that upload; None: 8 where the devices' backends take tensors from several at once, else 1.
+        n_threads: threads that upload, of which tensor mode takes one; None: 8 where the devices' backends take tensors
+            from several at once, else 1.
 
     Raises:
         CapabilityMissing: the build cannot make models from metadata.
@@ -215,7 +221,7 @@ def load_user_model(
         BaseException: whatever ``progress`` or a signal's handler raised; nothing is loaded then.
     """
     library.need("model-from-memory")
-    n_threads = n_threads or _n_threads(library, params)
+    n_threads = 1 if params.split_mode is SplitMode.TENSOR else n_threads or _n_threads(library, params)
     pointer, done = None, False
     keep: list[Any] = []
     cancelled = [False]

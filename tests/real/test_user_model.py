@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from llama_native import (
     LoadCancelled,
     ModelParams,
     Reentered,
+    SplitMode,
     TensorUnknown,
     Weights,
     load_user_model,
@@ -157,6 +159,21 @@ def test_what_progress_raises_comes_out_when_the_model_is_freed(library: Library
     with pytest.raises(KeyError):
         load_user_model(library, weights, PARAMS, progress=progress)
     load_user_model(library, weights, PARAMS).close()
+
+
+def test_one_thread_uploads_in_tensor_mode(library: Library, weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every first write to a tensor of several devices adds to a map that the library does not lock."""
+    asked = []
+    upload = native._upload
+
+    def seen(lib: Any, uploads: Any, go_on: Any, n_threads: int) -> None:
+        asked.append(n_threads)
+        upload(lib, uploads, go_on, n_threads)
+
+    monkeypatch.setattr(native, "_upload", seen)
+    for mode in (SplitMode.LAYER, SplitMode.TENSOR):
+        load_user_model(library, weights, dataclasses.replace(PARAMS, split_mode=mode), n_threads=3).close()
+    assert asked == [3, 1]
 
 
 def test_what_a_thread_raises_comes_out(library: Library, weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
