@@ -115,7 +115,7 @@ def take(arena: Arena, seal: Seal, *, is_state_proved: bool = False) -> Carry:
         carry = take_rest(arena, seal)
         views = {one.seq_id: view_of(arena, one) for one in seal.segments}
         for one in seal.segments:
-            _verify(f"the state of sequence {one.seq_id}", digest(views[one.seq_id]).hex(), one.digest)
+            verify(views[one.seq_id], one)
         return dataclasses.replace(carry, state=_put_together(views, carry))
     if not 0 <= seal.state_bytes <= seal.rest_offset:
         raise CarryDamaged(None, f"its state ends at {seal.state_bytes}, what follows begins at {seal.rest_offset}")
@@ -146,6 +146,11 @@ def view_of(arena: Arena, segment: Segment) -> memoryview:
     end = segment.offset + segment.n_bytes
     arena.reserve(end)
     return arena.view(end)[segment.offset :]
+
+
+def verify(view: memoryview, segment: Segment) -> None:
+    """Refuse bytes that are not those of a segment; raises CarryDamaged."""
+    _verify(f"the state of sequence {segment.seq_id}", digest(view).hex(), segment.digest)
 
 
 def merged(images: Mapping[int, StateImage], architecture: str, n_streams: int) -> StateImage:

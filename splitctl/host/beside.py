@@ -169,11 +169,11 @@ class Beside:
             raise _lost(end)
         opened = await self._next(orders.Opened)
         manager.idle_standby()
-        await self._send_ahead()
+        is_split = await self._sent_ahead()
         asked_at = time.monotonic()
         record.is_handing = self.is_owed = True
         self._reached(Stage.QUIESCING)
-        manager.send(orders.HandOver(record.order))
+        manager.send(orders.HandOver(record.order, in_one_piece=not is_split))
         self._steps.changed()
         handed = await self._next(orders.HandedOver)
         self._has_answered()
@@ -190,8 +190,8 @@ class Beside:
         self._streams.back()
         return outcome
 
-    async def _send_ahead(self) -> None:
-        """Let idle sequences cross while the first worker serves on; raises _Off as `_move`."""
+    async def _sent_ahead(self) -> bool:
+        """Let idle sequences cross while the first worker serves on; says whether they did. Raises _Off as `_move`."""
         number, manager = self._record.order, self._manager
         self.is_owed = True
         manager.send(CopyAhead(number))
@@ -199,10 +199,12 @@ class Beside:
         copied = await self._next(CopiedAhead)
         self.is_owed = False
         self._steps.changed()
-        if copied.segments:
-            manager.send_standby(TakeAhead(number, copied.arena, copied.segments))
-            await self._next(TookAhead)
-            manager.idle_standby()
+        if not copied.segments:
+            return True
+        manager.send_standby(TakeAhead(number, copied.arena, copied.segments))
+        took = await self._next(TookAhead)
+        manager.idle_standby()
+        return took.is_done
 
     def _reached(self, stage: Stage) -> None:
         self._steps.reached(orders.StageReached(self._record.order, stage.value))

@@ -39,6 +39,7 @@ class CopiedAhead:
 
 @dataclass(frozen=True, slots=True)
 class TookAhead:
-    """The sequences that were what had been copied are restored, and proved."""
+    """The sequences are restored and proved; or none is, because the library did not take one as it was copied."""
 
     order: int
+    is_done: bool = True

@@ -164,9 +164,13 @@ class HandOver:
 
     Answered by HandedOver, after Sealed: from then on streams are detached, with all that their sequences hold, and the
     worker does nothing until GoOn or Close. Answered by Switched where the session does not allow the switch any more.
+
+    Attributes:
+        in_one_piece: what was copied ahead does not count.
     """
 
     order: int
+    in_one_piece: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from llama_native import CallFailed, sequence_state_get, sequence_state_set, sequence_state_size, state_size
 from splitctl.carry.digest import digest
-from splitctl.carry.seal import Seal, Segment, paged, view_of
+from splitctl.carry.seal import Seal, Segment, paged, verify, view_of
 from splitctl.errors import StateUnsound
 from splitctl.switching import conversion
 from splitctl.switching.sealing import Part, SealedState, agreed, part
@@ -152,8 +152,8 @@ class Incoming:
         self._live = live
         self._held: dict[int, Segment] = {}
 
-    def take(self, arena: int, segments: Sequence[Segment]) -> None:
-        """Restore and prove sequences. One that is not what was copied is left out: it comes at the token boundary.
+    def take(self, arena: int, segments: Sequence[Segment]) -> bool:
+        """Restore and prove sequences; says whether all are here. If one is not, the memory is empty again.
 
         Raises:
             OSError: there is no memory for it.
@@ -163,15 +163,19 @@ class Incoming:
         for one in segments:
             view = view_of(live.arenas.both[arena], one)
             # The arena is the other process's: what it holds may change until its last byte has been read.
-            if digest(view).hex() == one.digest and self._is_set(one, view):
-                self._held[one.seq_id] = one
-            else:
-                live.engine.live_context.seq_rm(one.seq_id)
+            self._held[one.seq_id] = one
+            if digest(view).hex() != one.digest or not self._is_set(one, view):
+                self.drop()
+                return False
+        return True
 
-    def complete(self, seal: Seal, wanted: Mapping[int, int]) -> list[Segment]:
+    def complete(self, seal: Seal, wanted: Mapping[int, int], *, is_read_back: bool) -> list[Segment]:
         """Restore what has not come ahead, and forget what was changed or removed since; gives what was restored.
 
+        With ``is_read_back`` :meth:`unlike` comes next, which proves the checksums too.
+
         Raises:
+            CarryDamaged: a sequence is not what was sealed.
             StateUnsound: the library holds something else afterwards.
             llama_native.CallFailed: it refused a sequence.
         """
@@ -182,7 +186,10 @@ class Incoming:
             del self._held[seq_id]
         late = [one for one in seal.segments if one.seq_id not in self._held]
         for one in late:
-            self._set(one, view_of(arena, one))
+            view = view_of(arena, one)
+            if not is_read_back:
+                verify(view, one)
+            self._set(one, view)
         held = {seq_id: last for seq_id, (_first, last) in live.positions().items() if last >= 0}
         if held != wanted:
             raise StateUnsound(f"after the restore the library holds last positions {held}, wanted {wanted}")

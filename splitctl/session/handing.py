@@ -221,14 +221,17 @@ class Handing:
             if wrong:
                 raise TrialFailed(wrong)
 
-    def take_ahead(self, arena: int, segments: Sequence[Segment]) -> None:
+    def take_ahead(self, arena: int, segments: Sequence[Segment]) -> bool:
         """Restore and prove sequences that the other process has copied; :meth:`take_over` comes next.
+
+        Returns:
+            Whether they are here; else none is, and the state has to come in one piece.
 
         Raises:
             SplitctlError, OSError: the memory is none.
         """
         with self._working("taking sequences ahead"):
-            self._incoming.take(arena, segments)
+            return self._incoming.take(arena, segments)
 
     def take_over(
         self,
@@ -259,7 +262,7 @@ class Handing:
             late: Sequence[Segment] | None = None
             changes: tuple[str, ...] = ()
             if is_trial and seal.segments:
-                late = self._storage.complete(seal, self._incoming)
+                late = self._storage.complete(seal, self._incoming, is_read_back=is_read_back)
             else:
                 self._incoming.drop()
                 changes = self._storage.take_over(seal, self._transfer, is_read_back=is_read_back)

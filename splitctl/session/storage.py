@@ -161,7 +161,7 @@ class Storage:
         self._take_samplers(read)
         return changes
 
-    def complete(self, seal: Seal, incoming: Incoming) -> list[Segment]:
+    def complete(self, seal: Seal, incoming: Incoming, *, is_read_back: bool) -> list[Segment]:
         """Become a carry in an arena of which some sequences have come ahead; gives those that had not.
 
         Raises:
@@ -175,7 +175,8 @@ class Storage:
         slots, is_foreign = self._fitting(read)
         if is_foreign:
             raise StateUnsound("another layout wrote the sequences, which are not converted one by one")
-        late = incoming.complete(seal, {one.seq_id: one.n_past - 1 for one in read.sequences if one.n_past})
+        wanted = {one.seq_id: one.n_past - 1 for one in read.sequences if one.n_past}
+        late = incoming.complete(seal, wanted, is_read_back=is_read_back)
         self._live.slots = slots()
         self._take_samplers(read)
         return late

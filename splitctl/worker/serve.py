@@ -420,12 +420,13 @@ class _Server:
 
     def _take_ahead(self, order: TakeAhead) -> Report:
         """Restore what another worker has copied of its sequences so far."""
-        self._handing.take_ahead(order.arena, order.segments)
-        return TookAhead(order.order)
+        return TookAhead(order.order, self._handing.take_ahead(order.arena, order.segments))
 
     def _hand_over(self, order: orders.HandOver) -> Report:
         """Seal the session for a second worker, and let go of its streams."""
         checked = self._target_beside(order.order)
+        if order.in_one_piece:
+            self._handing.end_ahead("the library did not take a sequence by itself")
         try:
             handed = self._handing.hand_over(checked, lambda stage: self._reached(order.order, stage))
         except Refused as error:

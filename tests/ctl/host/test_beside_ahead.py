@@ -29,7 +29,7 @@ def test_they_cross_while_the_first_worker_serves_on(tmp_path: Path) -> None:
         assert "Paused" not in client.kinds()
         assert not [one for one in beside.first.sent if isinstance(one, orders.HandOver)]
         beside.second.report(TookAhead(beside.number))
-        await beside.scene.order(orders.HandOver, beside.first)
+        assert not (await beside.scene.order(orders.HandOver, beside.first)).in_one_piece
         beside.seal(ahead_bytes=10, ahead_reason="why")
         await beside.scene.order(orders.TakeOver, beside.second)
         beside.second.report(orders.TookOver(beside.number))
@@ -65,6 +65,21 @@ def test_a_second_worker_that_fails_over_them_costs_nothing(
         await client.has(3)
         assert len(beside.first.starts()) == 1
         client.stream.cancel()
+
+    play(tmp_path, script)
+
+
+def test_what_the_second_worker_does_not_take_comes_in_one_piece(tmp_path: Path) -> None:
+    """The first is told so, and the switch goes on."""
+
+    async def script(beside: Beside) -> None:
+        await beside.copy()
+        beside.second.report(TookAhead(beside.number, is_done=False))
+        assert (await beside.scene.order(orders.HandOver, beside.first)).in_one_piece
+        beside.seal()
+        await beside.scene.order(orders.TakeOver, beside.second)
+        beside.second.report(orders.TookOver(beside.number))
+        assert (await beside.outcome())["status"] == "switched"
 
     play(tmp_path, script)
 
