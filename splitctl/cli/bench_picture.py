@@ -26,7 +26,8 @@ _COLORS = {
     Choice.LAYER_TO_TENSOR: "#74c476",
     Choice.TENSOR_TO_LAYER: "#bcbddc",
 }
-_N_POINTS = 49
+#: Points along each side.
+_N_POINTS = 33
 
 
 def picture(profile: Profile, n_ctx: int, title: str, kind: str) -> bytes:

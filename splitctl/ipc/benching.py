@@ -375,7 +375,8 @@ class _Run:
         wish = Wish(
             n_batch=what.placement.n_batch,
             room=what.room,
-            n_seqs=what.n_seqs,
+            # Each of them holds a few tokens and makes a few; in one cache for all they share the room.
+            n_seqs=tuple(n for n in what.n_seqs if (n if what.placement.kv_unified else 1) * 2 * SHORT <= what.room),
             n_ubatches=tuple(fitting),
             tiers=tuple(one.value for one in self._tiers),
             rounds=what.rounds,

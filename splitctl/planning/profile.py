@@ -258,6 +258,8 @@ class Profile:
         if not found:
             why = next((one.why for one in self.left_out if one.what == mode.value), "measure it: splitctl bench")
             raise ModeNotMeasured("mode", mode.value, why)
+        if len(found) == 1:
+            return found[0]
         n = max(read.n_tokens for one in found for read in one.reads)
         return min(found, key=lambda one: one.read_s(n))
 

@@ -19,7 +19,7 @@ MAX_DEPTH = 16384
 SHORT = 32
 #: Tokens of a session in a switch, where nothing larger fits the time or the context.
 SMALL_STATE = 256
-#: Tokens that a sequence may grow by beyond what is said: steps, warming up, padding.
+#: Tokens that a sequence may grow by beyond what is said: steps, warming up, padding; a quarter of a small context.
 _SPARE = 256
 #: Attention makes deep reads slower than the first numbers say, and a machine is never quite idle.
 _SLOWER = 1.3
@@ -142,14 +142,15 @@ def schedule(wish: Wish, looks: Mapping[SplitMode, Look], left_s: float, *, reop
 
 
 def _full(wish: Wish) -> Schedule:
-    chunk = max(1, min(wish.n_batch, wish.room - _SPARE))
-    deepest = min(wish.room - chunk - _SPARE, MAX_DEPTH)
+    room = wish.room - min(_SPARE, wish.room // 4)
+    chunk = max(1, min(wish.n_batch, room))
+    deepest = min(room - chunk, MAX_DEPTH)
     depths, depth = [0], chunk
     while depth <= deepest:
         depths.append(depth)
         depth *= 2
     lengths = tuple(n for n in (SHORT, 4 * SHORT, 16 * SHORT) if n < chunk)
-    large = min(max(depths[-1], chunk), wish.room - chunk - _SPARE)
+    large = min(max(depths[-1], chunk), room)
     held = tuple(sorted({min(SMALL_STATE, chunk), max(large, min(SMALL_STATE, chunk))}))
     return Schedule(lengths, chunk, tuple(depths), wish.n_seqs, 8, wish.n_ubatches, wish.rounds, wish.tiers, held, 3)
 

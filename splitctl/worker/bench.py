@@ -35,7 +35,7 @@ _COPY_S = 600.0
 #: Most tokens that are read before what counts, and steps that are made: threads wake, clocks rise, buffers are made.
 _N_WARM, _N_WARM_STEPS = 64, 2
 #: Tokens that each of several sequences holds before they generate together.
-N_SHORT = 32
+_N_SHORT = 32
 #: The likeliest token: drawing takes the least.
 _GREEDY = SamplerSpec(temp=0.0)
 
@@ -139,7 +139,7 @@ class _Bench:
         for n_seq in order.n_seqs:
             self._empty()
             for seq_id in range(n_seq):
-                self._read(N_SHORT, seq_id)
+                self._read(min(_N_SHORT, self._session.placement.n_batch), seq_id)
             self._time_steps(order, n_seq)
         if order.depths:
             self._time_depths(order)
