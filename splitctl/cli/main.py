@@ -27,6 +27,7 @@ COMMANDS = {
         "plan",
         "Tell what every mode, and a switch, would take on each device, and the largest context that fits.",
     ),
+    "policy": ("sessions", "Let a session switch by itself, or no more."),
     "ps": ("sessions", "List the sessions that are served, and how they are."),
     "replay": ("replay", "Replay a trace of requests in simulated time, and say if switching by itself had paid."),
     "restore": ("sessions", "Replace all that a session holds with a file; a parked session serves again."),

@@ -1,4 +1,4 @@
-"""`splitctl ps`, `stop`, `save` and `restore`: what is served, and what becomes of it."""
+"""`splitctl ps`, `stop`, `save`, `restore` and `policy`: what is served, and what becomes of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from splitctl.cli.hosts import STATUS_S, address_of, ask_host, session_option, w
 from splitctl.cli.output import ExitCode, Screen, mib, one_line
 from splitctl.cli.switch import outcome_line
 from splitctl.control.client import HostGone, ask
-from splitctl.control.requests import RestoreRequest, SaveRequest, StatusRequest, StopRequest
+from splitctl.control.requests import PolicyRequest, RestoreRequest, SaveRequest, StatusRequest, StopRequest
 from splitctl.control.sockets import Address, NoSuchSession, runtime_folder, sessions
 from splitctl.ipc.jobs import RequestFailed
 from splitctl.placement import Placement
@@ -60,12 +60,12 @@ def status_lines(status: dict[str, Any]) -> Iterator[str]:
     if weights:
         copy = {None: "", "complete": ", the copy is complete"}.get(weights["copy"], f", {weights['copy']} copied")
         yield f"  weights      {weights['tier']}{copy}"
-    policy = status.get("policy") or {}
-    if policy.get("policy") == "auto":
-        held_back = f"; {policy['held']} held" if policy["held"] else ""
-        yield f"  policy       {one_line(str(policy['decision'] or 'auto'))}{held_back}; by {policy['profile']}"
-    elif policy.get("fault"):
-        yield f"  policy       off: {one_line(policy['fault'])}"
+    decides = status.get("policy") or {}
+    if decides.get("policy") == "auto":
+        held_back = f"; {decides['held']} held" if decides["held"] else ""
+        yield f"  policy       {one_line(str(decides['decision'] or 'auto'))}{held_back}; by {decides['profile']}"
+    elif decides.get("fault"):
+        yield f"  policy       off: {one_line(decides['fault'])}"
     held = [one["n_tokens"] for one in status["sequences"] if one["n_tokens"]]
     streams = f"{status['streams']} streams, {status['queued']} waiting"
     yield f"  sequences    {len(held)} of {len(status['sequences'])} hold {sum(held):,} tokens; {streams}"
@@ -96,6 +96,19 @@ def stop(*, session: str | None, force: bool, screen: Screen) -> int:
         return screen.fail("NotSaved", message, ExitCode.FAILED, body)
     where = f"saved at {body['path']}; splitctl serve --resume goes on with it" if body["path"] else "it held nothing"
     return screen.answer(body, one_line(f"session {name} has ended; {where}"))
+
+
+@click.command()
+@click.argument("choice", type=click.Choice(["auto", "off"]))
+@session_option
+@with_screen
+def policy(*, choice: str, session: str | None, screen: Screen) -> int:
+    """Let a session switch by itself, or no more.
+
+    It takes a session that was served with --policy auto.
+    """
+    body = ask_host(session, PolicyRequest(choice))
+    return screen.answer(body, f"the policy is {body['policy']}")
 
 
 @click.command()

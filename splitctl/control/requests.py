@@ -140,6 +140,21 @@ class RestoreRequest(_FileRequest):
 
 
 @dataclass(frozen=True, slots=True)
+class PolicyRequest:
+    """Let the session switch by itself, or no more.
+
+    Attributes:
+        policy: auto or off.
+    """
+
+    policy: str
+
+    def __post_init__(self) -> None:
+        if self.policy not in {"auto", "off"}:
+            raise ConfigInvalid("policy", self.policy, "auto or off")
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequest:
     """Save the session and end the host.
 
@@ -157,7 +172,7 @@ class EventsRequest:
 
 ControlRequest = (
     StatusRequest | SwitchRequest | CheckRequest | GenerateRequest | SaveRequest | RestoreRequest | StopRequest
-    | EventsRequest
+    | EventsRequest | PolicyRequest
 )  # fmt: skip
 
 REQUESTS = kinds_of(ControlRequest)

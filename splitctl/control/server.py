@@ -27,6 +27,7 @@ from splitctl.control.requests import (
     ControlRequest,
     EventsRequest,
     GenerateRequest,
+    PolicyRequest,
     RestoreRequest,
     SaveRequest,
     StatusRequest,
@@ -100,6 +101,9 @@ class SessionService(Protocol):
 
     async def check(self, changes: Mapping[str, Any], options: SwitchOptions) -> dict[str, Any]:
         """Say what a switch would do."""
+
+    def set_policy(self, policy: str) -> dict[str, Any]:
+        """Let the session switch by itself, auto, or no more, off; gives the policy's status."""
 
     async def save(self, path: Path) -> dict[str, Any]:
         """Write the session to a file."""
@@ -262,6 +266,8 @@ class ControlServer:
                 await line.result(await unless_gone(line.gone(), self._host.save(request.path), goes_on=True))
             case RestoreRequest():
                 await line.result(await unless_gone(line.gone(), self._host.restore(request.path), goes_on=True))
+            case PolicyRequest():
+                await line.result(self._host.set_policy(request.policy))
             case StopRequest():
                 await line.result(await self._stop(force=request.force))
             case EventsRequest():

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from splitctl.carry.sequence import common
+from splitctl.errors import ConfigInvalid
 from splitctl.host.config import PolicyConfig
 from splitctl.host.ledger import StreamJob, choose_row
 from splitctl.host.streams import StreamTable
@@ -156,6 +157,19 @@ class Auto:
             self._n_guests -= 1
             # Should nothing come of the wish.
             asyncio.get_running_loop().call_soon(self._session.changed)
+
+    def turn(self, *, is_on: bool) -> None:
+        """Begin to decide, anew after a fault, or end it; raises ConfigInvalid where nobody says how fast modes are."""
+        if is_on and self._learned is None:
+            wanted = "off, or a host that was started with --policy auto: it looks for how fast the modes are"
+            raise ConfigInvalid("policy", "auto", wanted)
+        if is_on == (self._policy is not None):
+            return
+        self.close()
+        self._fault = ""
+        if self._learned is not None and is_on:
+            self._policy = Policy(self._learned, self._config.settings)
+        self._session.log(f"policy: turned {'on' if is_on else 'off'}")
 
     def close(self) -> None:
         """Decide nothing any more."""

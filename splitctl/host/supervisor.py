@@ -193,6 +193,13 @@ class Supervisor:
         """Ask the switch under way to end in the old placement; without one nothing happens."""
         self._moves.cancel()
 
+    def set_policy(self, policy: str) -> dict[str, Any]:
+        """Let the session switch by itself (auto), or no more (off); gives the policy's status; raises as `turn`."""
+        self._refuse_gone()
+        self._auto.turn(is_on=policy == "auto")
+        self._flush()
+        return self._auto.status()
+
     async def check(self, changes: Mapping[str, Any], options: SwitchOptions = _PLAIN) -> dict[str, Any]:
         """Say what a switch would do; the arguments are those of `switch`.
 
@@ -545,8 +552,6 @@ class Supervisor:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    # ---- what the policy may do ----
 
     def _is_free(self) -> bool:
         is_asked = self._is_replacing or self._pending.is_expecting(orders.Save, orders.Restore)

@@ -165,6 +165,12 @@ class Admin:
             )
         return JSONResponse(await unless_gone(request.receive, work, goes_on=not is_dry))
 
+    async def policy(self, request: Request) -> Response:
+        """Let the session switch by itself, or no more."""
+        self._refuse_closed()
+        asked = from_object({**await self._intake.small(request), "kind": "policy"}, {"policy": REQUESTS["policy"]})
+        return JSONResponse(self._host.set_policy(asked.policy))
+
     async def cancel(self, _request: Request) -> Response:
         """Ask the switch under way to end in the old placement."""
         self._refuse_closed()

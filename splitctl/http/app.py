@@ -137,6 +137,7 @@ def _routes(chat: Chat, tokens: Tokens, admin: Admin, metrics: Metrics) -> tuple
         ("POST", "/split-mode", admin.switch),
         ("POST", "/split-mode/cancel", admin.cancel),
         ("GET", "/split-mode/events", admin.events),
+        ("POST", "/policy", admin.policy),
         ("POST", "/session/save", admin.save),
         ("POST", "/session/restore", admin.restore),
     )

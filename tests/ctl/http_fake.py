@@ -87,6 +87,11 @@ class FakeSession:
         """Note it."""
         self.cancelled.set()
 
+    def set_policy(self, policy: str) -> dict[str, Any]:
+        """Say what was asked."""
+        self._fail()
+        return {"policy": policy}
+
     async def check(self, changes: Mapping[str, Any], _options: SwitchOptions) -> dict[str, Any]:
         """Allow everything but what is refused."""
         await self._work("check")

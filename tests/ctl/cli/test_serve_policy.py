@@ -74,6 +74,7 @@ def test_a_session_goes_to_the_mode_that_is_faster(home: House, tmp_path: Path) 
         assert after["policy"]["decisions"]["switch"] == 1
         said = home.run("ps").stdout.decode()
         assert f"  policy       {after['policy']['decision']}" in said
+        assert home.json("policy", "off") == {"policy": "off"}
         _, log = host.end()
     assert "policy: " in log
     assert "switched to tensor" in log

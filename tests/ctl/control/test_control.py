@@ -39,6 +39,7 @@ REQUESTS = (
     requests.RestoreRequest(Path("/a/b")),
     requests.StopRequest(),
     requests.StopRequest(force=True),
+    requests.PolicyRequest("auto"),
     requests.EventsRequest(),
     requests.GenerateRequest(
         messages=({"role": "assistant", "content": "Sure, ", "name": "é"},),
@@ -97,6 +98,7 @@ BAD: list[tuple[bytes, str]] = [
     (b"{}", "kind"),
     (b'{"kind":"open"}', "kind"),
     (b'{"kind":"status","more":1}', "more"),
+    (b'{"kind":"policy","policy":"always"}', "auto or off"),
     (b'{"kind":"switch"}', "changes"),
     (b'{"kind":"switch","changes":[]}', "changes"),
     (b'{"kind":"switch","changes":{"mode":"sideways"}}', "mode"),

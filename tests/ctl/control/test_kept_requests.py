@@ -15,6 +15,7 @@ from splitctl.control.requests import (
     ControlRequest,
     EventsRequest,
     GenerateRequest,
+    PolicyRequest,
     RestoreRequest,
     SaveRequest,
     StatusRequest,
@@ -53,6 +54,7 @@ WANTED: tuple[ControlRequest, ...] = (
     RestoreRequest(Path("/a/b")),
     StopRequest(),
     EventsRequest(),
+    PolicyRequest("off"),
 )
 
 

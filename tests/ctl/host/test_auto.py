@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from splitctl.cli.sessions import status_lines
+from splitctl.errors import ConfigInvalid
 from splitctl.host import auto, manager
 from splitctl.host.config import PolicyConfig
 from splitctl.host.streams import Why
@@ -332,6 +333,23 @@ def test_a_fault_of_the_policy_ends_the_policy_alone(tmp_path: Path) -> None:
     play(tmp_path, script)
 
 
+def test_the_policy_is_turned_off_and_on(tmp_path: Path) -> None:
+    """Off starts what was held and decides nothing, on decides anew; a host without numbers has none to turn on."""
+
+    async def script(scene: Scene, policy: Wishes) -> None:
+        policy.holds = {1}
+        await ask(scene.supervisor, request_of([1, 2], 1))
+        assert scene.supervisor.set_policy("off") == {"policy": "off"}
+        assert started(scene) == [1]
+        n = len(policy.asked)
+        await ask(scene.supervisor, request_of([3], 1))
+        assert len(policy.asked) == n
+        assert scene.supervisor.set_policy("auto")["policy"] == "auto"
+        assert (Wishes.last is policy, len(Wishes.last.asked)) == (False, 1)
+
+    play(tmp_path, script)
+
+
 # ---- clients go first ----
 
 
@@ -457,6 +475,8 @@ def test_without_a_policy_nothing_is_watched(tmp_path: Path) -> None:
     async def script(scene: Scene, policy: Wishes) -> None:
         await ask(scene.supervisor, request_of([1], 1))
         assert scene.supervisor.status()["policy"] == {"policy": "off"}
+        with pytest.raises(ConfigInvalid, match="started with --policy auto"):
+            scene.supervisor.set_policy("auto")
         assert not policy.asked
 
     Wishes.last = Wishes(None, Settings())

@@ -748,6 +748,13 @@ def test_numbers_say_what_the_policy_does(shared: Site) -> None:
     assert "splitctl_policy" not in shared.get("/metrics").raw.decode()
 
 
+def test_the_policy_is_turned_on_and_off(shared: Site) -> None:
+    """The route passes on what the body names; anything else is refused by name."""
+    assert shared.post("/policy", {"policy": "off"}).body == {"policy": "off"}
+    for body in ({"policy": "always"}, {"policy": True}, {}, {"policy": "off", "more": 1}):
+        assert shared.post("/policy", body).status == 400
+
+
 def test_numbers_have_no_created_series(shared: Site) -> None:
     """Counters say what they count, and not when they began."""
     assert b"_created" not in shared.get("/metrics").raw
