@@ -42,7 +42,7 @@ from splitctl.planning.profile import ModeNotMeasured, Profile
 _BUDGET_S, _QUICK_S = 600.0, 60.0
 _ROUNDS, _QUICK_ROUNDS = 5, 3
 _PAIR = (SplitMode.LAYER, SplitMode.TENSOR)
-_TIERS = (WeightsTier.FILE, WeightsTier.PINNED, WeightsTier.RESIDENT)
+_TIERS = (WeightsTier.FILE, WeightsTier.RESIDENT, WeightsTier.PINNED)
 
 #: Draws a profile into a picture file of a kind: its data.
 Draw = Callable[[Profile, int, str, str], bytes]

@@ -60,12 +60,12 @@ def grids(profile: Profile) -> tuple[Grid, ...]:
         ),
         Grid(
             "switches (stages in ms)",
-            ("switch", "weights", "first", "tokens", "pause", "from - to", "total", "a token more", *_SHOWN_STAGES),
+            ("switch", "weights", "first", "tokens", "pause", "total", "+ a token", *_SHOWN_STAGES),
             tuple(
                 (
                     f"{one.before.value} -> {one.after.value}", one.way, "yes" if one.is_first else "",
                     f"{one.n_tokens:,}",
-                    *_times(one.pause), _shown(one.total.median), f"{one.more_ms:.2f} ms",
+                    _shown(one.pause.median), _shown(one.total.median), f"{one.more_ms:.2f} ms",
                     *(_ms(getattr(one.stages_ms, stage)) for stage in _SHOWN_STAGES),
                 )
                 for one in profile.switches
@@ -84,7 +84,9 @@ def print_tables(profile: Profile) -> None:
     for grid in grids(profile):
         table = Table(title=grid.title, title_justify="left")
         for number, name in enumerate(grid.columns):
-            table.add_column(name, justify="left" if number < grid.n_left else "right")
+            is_left = number < grid.n_left
+            # A reason may take several lines, and a number one.
+            table.add_column(name, justify="left" if is_left else "right", no_wrap=name != "why")
         for row in grid.rows:
             table.add_row(*map(escape, row))
         console.print(table)

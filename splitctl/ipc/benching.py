@@ -296,7 +296,7 @@ class _Run:
         self._looks: dict[SplitMode, Look] = {}
         self._report = BenchReport()
         self._left_out = self._report.left_out
-        self._planned_s = what.budget_s
+        self._began_s = self._planned_s = self._done_s = 0.0
         self._tiers: list[WeightsTier] = []
         self._failure: Failure | None = None
         self._stays = self._fit_at_once()
@@ -383,8 +383,9 @@ class _Run:
         )
         plan = schedule(wish, self._looks, self._left_s() * _PLANNED, reopened=not self._stays)
         self._report.cuts = plan.cuts
-        self._planned_s = time.monotonic() - self._started + plan.switches_s(self._looks)
-        self._planned_s += plan.rounds_s(self._looks, reopened=not self._stays)
+        self._began_s = time.monotonic() - self._started
+        self._planned_s = plan.switches_s(self._looks)
+        self._planned_s += replace(plan, rounds=what.rounds).rounds_s(self._looks, reopened=not self._stays)
         return plan
 
     def _tier_fits(self, tier: WeightsTier) -> bool:
@@ -405,6 +406,7 @@ class _Run:
         for number in range(self._what.rounds):
             if number and self._left_s() < longest_s + reserved_s:
                 self._report.cuts += (f"repetitions: {number}, not {self._what.rounds}",)
+                self._planned_s = self._done_s + reserved_s
                 return
             began = time.monotonic()
             # Backwards every other time: what comes first in a round is not always the same.
@@ -414,6 +416,7 @@ class _Run:
                 self._tell(f"round {number + 1}: {_named(cell)}", *self._share())
                 if not self._turn(plan, cell, children, stack):
                     dead.add(cell)
+                self._done_s += plan.round_s(self._looks[cell[0]])
             longest_s = max(longest_s, time.monotonic() - began)
 
     def _turn(self, plan: Schedule, cell: Cell, children: dict[Cell, _Child], stack: ExitStack) -> bool:
@@ -463,6 +466,7 @@ class _Run:
                 self._tell(f"switches from {begins.value} mode, weights from {tier.value}", *self._share())
                 if not self._taken(tier.value, partial(self._from, begins, found, plan)):
                     break
+                self._done_s += plan.switches_s(self._looks) / max(len(plan.tiers), 1) / 2
             longest_s = max(longest_s, time.monotonic() - began)
 
     def _from(self, begins: SplitMode, found: _Switches, plan: Schedule) -> None:
@@ -537,9 +541,10 @@ class _Run:
         return self._what.budget_s - (time.monotonic() - self._started)
 
     def _share(self) -> tuple[float, float]:
-        """Give the share that is done, and the seconds that are left, by the plan and by what the clock says."""
+        """Give the share that is done and the seconds that are left, by the plan and how long its parts really took."""
         spent = time.monotonic() - self._started
-        left = max(min(self._planned_s - spent, self._left_s()), 0.0)
+        pace = (spent - self._began_s) / self._done_s if self._done_s else 1.0
+        left = max(min((self._planned_s - self._done_s) * pace, self._left_s()), 0.0)
         return (spent / (spent + left) if spent + left > 0 else 0.0), left
 
     def _tell(self, stage: str, done: float, left_s: float) -> None:

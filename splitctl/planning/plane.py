@@ -102,8 +102,13 @@ def _switching(profile: Profile, n_ctx: int) -> str:
 
 def _never(plane: Plane) -> str:
     """Say why no switch pays within the context."""
+    points = [one for row in plane.found for one in row if one.work.prompt + one.work.generate <= plane.n_ctx]
+    best = {one.best for one in points}
+    if any(one.is_switch for one in best):
+        return "no switch pays by more than measurements differ"
+    if len(best) == 1:
+        (stay,) = best
+        return f"no switch pays: {stay.value} mode is best for every prompt and answer within {plane.n_ctx:,} tokens"
     corner = plane.found[-1][-1]
-    if corner.best.is_switch or corner.switch is not None:
-        gain = "by more than measurements differ" if corner.is_close else f"within {plane.n_ctx:,} tokens"
-        return f"no switch pays {gain}: {corner.why}"
-    return corner.why
+    why = f"; {corner.why}" if corner.switch is not None else ""
+    return f"no switch pays within {plane.n_ctx:,} tokens: it takes {corner.rates.switch_s:,.1f} s, and saves less{why}"
