@@ -56,7 +56,7 @@ _N_BEFORE = 8
 _N_IDLE, _STREAM_SHARE = 2, 0.2
 _TOLD = (
     "status", "reason", "pause_ms", "stages_ms", "state_bytes", "weight_bytes", "n_tokens", "n_sequences", "via",
-    "via_reason", "weights", "weights_reason", "carry_pinned", "carry_pinned_reason",
+    "via_reason", "weights", "weights_reason", "carry_pinned", "carry_pinned_reason", "ahead_bytes", "ahead_reason",
 )  # fmt: skip
 
 
@@ -283,8 +283,11 @@ class HostedArm:
         n_stream = job["n_tokens"] if not self._is_idle else max(1, int(job["n_tokens"] * _STREAM_SHARE))
         n_vocab = read_facts(job["model"]).n_vocab
         placement = Placement.from_json(job["here"])
+        n_idle = max(1, (job["n_tokens"] - n_stream) // _N_IDLE)
         if self._is_idle:
-            placement = placement.changed(n_seq_max=_N_IDLE + 1, kv_unified=True)
+            # With a stream of cells each: only then idle sequences go ahead of the one that generates.
+            each = max(n_stream, n_idle) + placement.n_ctx - job["n_tokens"]
+            placement = placement.changed(n_seq_max=_N_IDLE + 1, kv_unified=False, n_ctx=each * (_N_IDLE + 1))
         config = HostConfig(
             model=Path(job["model"]), library=Path(job["library"]), placement=placement, name="bench",
             state_folder=Path(self._folder.name),
@@ -292,7 +295,7 @@ class HostedArm:
         self._supervisor = Supervisor(config, env=dict(os.environ, GGML_NO_BACKTRACE="1"), log=self._said.append)
         await self._supervisor.start()
         for number in range(_N_IDLE if self._is_idle else 0):
-            tokens = tokens_of(max(1, (job["n_tokens"] - n_stream) // _N_IDLE), n_vocab, 10 + number)
+            tokens = tokens_of(n_idle, n_vocab, 10 + number)
             async for _ in await self._supervisor.generate(_request(tokens, 1)):
                 pass
         self._prompt = tokens_of(n_stream, n_vocab)

@@ -133,7 +133,7 @@ def _row(
     if fresh is not None and row["first_ms"]:
         row["first_ratio"] = round(row["first_ms"]["median"] / fresh["first_ms"], 3)
     for name in ("state_bytes", "weight_bytes", "n_tokens", "via", "weights", "weights_reason", "carry_pinned",
-                 "carry_pinned_reason", "calls_ms", "n_read"):  # fmt: skip
+                 "carry_pinned_reason", "ahead_bytes", "ahead_reason", "calls_ms", "n_read"):  # fmt: skip
         if name in last:
             row[name] = last[name]
     return row
@@ -141,7 +141,8 @@ def _row(
 
 def _gb_s(stages: Mapping[str, float], move: Mapping[str, Any]) -> dict[str, float]:
     """Say how fast stages moved what they move, GB/s."""
-    moved: dict[str, int | None] = dict.fromkeys(("saving", "sealing", "restoring", "proving"), move.get("state_bytes"))
+    n_state = (move.get("state_bytes") or 0) - (move.get("ahead_bytes") or 0)
+    moved: dict[str, int | None] = dict.fromkeys(("saving", "sealing", "restoring", "proving"), n_state)
     if move.get("weights") != "resident":
         moved["placing"] = move.get("weight_bytes")
     return {name: round(n / stages[name] / 1e6, 2) for name, n in moved.items() if n and stages.get(name)}
@@ -253,6 +254,8 @@ def _times(rows: Sequence[Mapping[str, Any]]) -> str:
         "way": _way,
         "whole switch, ms": lambda row: _spread(row["total_ms"]),
         "pause, ms": lambda row: _spread(row.get("pause_ms")),
+        "ahead, MB": lambda row: _megabytes(row, row.get("ahead_bytes")),
+        "in the pause, MB": lambda row: _megabytes(row, (row.get("state_bytes") or 0) - (row.get("ahead_bytes") or 0)),
         **{name: partial(_stage, name) for name in stages},
         "own": lambda row: _spread(row.get("own_ms")),
         "first token, ms": lambda row: _spread(row.get("first_ms")),
@@ -263,6 +266,11 @@ def _times(rows: Sequence[Mapping[str, Any]]) -> str:
     used = [index for index in range(len(columns)) if index < 2 or any(line[index] for line in lines)]
     head = list(columns)
     return _table([head[index] for index in used], [[line[index] for index in used] for line in lines])
+
+
+def _megabytes(row: Mapping[str, Any], n_bytes: int | None) -> str:
+    """Tell bytes of a state of which some went ahead."""
+    return f"{n_bytes / 1e6:,.1f}" if row.get("ahead_bytes") and n_bytes is not None else ""
 
 
 def _stage(name: str, row: Mapping[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """The table of faults: every stage of a switch x every way to fail x both ways x one and four streams.
 
-A second table is of switches beside: the same at each step of the second worker, and of the first meanwhile. A third is
-of switches whose weights are there already: both placements kept, or a copy in host memory.
+A second table is of switches beside: the same at each step of the second worker, and of the first meanwhile; a third is
+of those in which idle sequences go ahead. A fourth is of switches whose weights are there already: both placements
+kept, or a copy in host memory.
 
 A cell names what is asked of the library (tests/stublib, control.c has the grammar) and what the right end is. What
 makes no sense is in the table too, with its reason, so that nothing is left out silently.
@@ -87,6 +88,7 @@ class Cell:
         is_beside: the switch is made by a second worker.
         signal: what the first worker gets from outside as the switch reaches its stage; None: nothing.
         weights: where the switch takes the weights from, once it has been made both ways.
+        n_idle: sequences that are idle meanwhile, each with a stream of cells.
     """
 
     stage: str
@@ -101,12 +103,13 @@ class Cell:
     is_beside: bool = False
     signal: signal.Signals | None = None
     weights: WeightsTier = WeightsTier.FILE
+    n_idle: int = 0
 
     @property
     def failed_at(self) -> str:
         """The stage that the outcome names."""
         step = self.stage.rpartition(".")[2]
-        return "trial" if step in {"warm-up", "first-step"} else step
+        return "trial" if step in {"warm-up", "first-step", "copying", "taking"} else step
 
     @property
     def may_fail_at(self) -> frozenset[str]:
@@ -127,7 +130,8 @@ class Cell:
     def name(self) -> str:
         """For example ``placing:worker-killed:layer>tensor:4``."""
         tier = "" if self.weights is WeightsTier.FILE else f":{self.weights.value}"
-        return f"{self.stage}:{self.kind.value}:{self.start}>{self.target}:{self.n_streams}{tier}"
+        idle = ":idle" if self.n_idle else ""
+        return f"{self.stage}:{self.kind.value}:{self.start}>{self.target}:{self.n_streams}{tier}{idle}"
 
 
 #: The call of each stage that a fault is put into, and in whose mode: S began the switch, T is wanted.
@@ -410,3 +414,56 @@ def _beside_cell(stage: str, kind: Kind, start: str, target: str, n_streams: int
     if stage in {"first.sealing", "first.handed"}:
         return cell(f"at-{stage.partition('.')[2]}:{_ACTIONS[kind]}@1", end)
     return cell("", end, by=_SIGNALS[kind])
+
+
+# ---- idle sequences ahead ----
+
+N_IDLE = 2
+_CALLS_AHEAD = {
+    "first.copying": ("seq_get_data", "S", 1),
+    "second.taking": ("seq_set_data", "T", 1),
+    "first.saving": ("seq_get_data", "S", N_IDLE + 1),
+    "second.restoring": ("seq_set_data", "T", N_IDLE + 1),
+    "second.proving": ("seq_get_data", "T", N_IDLE + 1),
+}
+AHEAD_STAGES = (*_CALLS_AHEAD, "first.handed")
+"""Two steps that there are for idle sequences alone, and those in which what had not gone ahead follows."""
+_DAMAGES_AHEAD = {
+    "first.copying": "seq_get_data:damage:S@1",
+    "second.taking": "seq_set_data:flip:T@1",
+    "first.saving": f"seq_get_data:short:S@{N_IDLE + 1}",
+    "second.restoring": f"seq_set_data:short:T@{N_IDLE + 1}",
+    "second.proving": f"seq_set_data:flip:T@{N_IDLE + 1}",
+}
+#: Where a call that fails costs no more than that the state goes in one piece.
+_IN_ONE_PIECE = frozenset({"first.copying", "second.taking", "first.saving"})
+
+
+def ahead_cells() -> list[Cell]:
+    """Give the table of switches beside in which idle sequences go ahead of one that generates."""
+    return [_ahead_cell(stage, kind, *way) for stage in AHEAD_STAGES for kind in ONCE for way in WAYS]
+
+
+def few_ahead_cells() -> list[Cell]:
+    """Give three of them: a loss over the copies, one that does not come through, and a loss when all lies sealed."""
+    wanted = {("first.copying", Kind.KILLED), ("second.taking", Kind.FAILS), ("first.handed", Kind.KILLED)}
+    found = [cell for cell in ahead_cells() if (cell.stage, cell.kind) in wanted]
+    return [cell for index, cell in enumerate(found) if index % 4 in {0, 3}]
+
+
+def _ahead_cell(stage: str, kind: Kind, start: str, target: str) -> Cell:
+    if stage not in _CALLS_AHEAD:
+        return dataclasses.replace(_beside_cell(stage, kind, start, target, 1), n_idle=N_IDLE)
+    call, mode, turn = _CALLS_AHEAD[stage]
+    end = End.RECOMPUTED if stage.startswith("first.") else End.SERVING
+    if kind is Kind.FAILS:
+        items = f"{call}:zero:{mode}@{turn}"
+    elif kind is Kind.DAMAGED:
+        items = _DAMAGES_AHEAD[stage]
+    else:
+        items = f"{call}:{_ACTIONS[kind]}:{mode}@{turn}"
+    if kind not in LETHAL:
+        end = End.SWITCHED if stage in _IN_ONE_PIECE else End.SERVING
+    items = items.replace(":S", f":{start}").replace(":T", f":{target}")
+    words = () if end is End.SWITCHED else _SAID.get(kind, ())
+    return Cell(stage, kind, start, target, 1, items, end, words, is_beside=True, n_idle=N_IDLE)

@@ -86,7 +86,7 @@ class Setup:
         n, is_cut = len(text.tokens), text.done.why is Why.LENGTH
         return [f"it has {n} tokens and not {self.n_predict}"] if is_cut and n != self.n_predict else []
 
-    def config(self, mode: str, n_streams: int, folder: Path, *, is_silent: bool) -> HostConfig:
+    def config(self, mode: str, n_streams: int, n_idle: int, folder: Path, *, is_silent: bool) -> HostConfig:
         """Say how a session is to be hosted."""
         placement = Placement(
             mode=SplitMode(mode),
@@ -94,8 +94,8 @@ class Setup:
             n_ctx=self.n_ctx,
             n_batch=32,
             n_ubatch=32,
-            n_seq_max=n_streams,
-            kv_unified=n_streams > 1,
+            n_seq_max=n_streams + n_idle,
+            kv_unified=n_streams > 1 and not n_idle,
             flash_attn=FlashAttn.ON,
             n_threads=1,
             n_threads_batch=1,
@@ -165,9 +165,12 @@ class Played:
 class Play:
     """One hosted session, and clients that read its streams."""
 
-    def __init__(self, setup: Setup, mode: str, n_streams: int, *, is_greedy: bool, is_silent: bool = False) -> None:
+    def __init__(
+        self, setup: Setup, mode: str, n_streams: int, n_idle: int, *, is_greedy: bool, is_silent: bool = False
+    ) -> None:
         self.setup = setup
         self.n_streams = n_streams
+        self.n_idle = n_idle
         self.is_greedy = is_greedy
         self.folder = Path(tempfile.mkdtemp(dir=setup.folder))
         self.armed = FaultFile(self.folder / "faults")
@@ -176,7 +179,7 @@ class Play:
         self.pids: set[int] = set()
         self.fired: list[str] = []
         self.supervisor = Supervisor(
-            setup.config(mode, n_streams, self.folder, is_silent=is_silent),
+            setup.config(mode, n_streams, n_idle, self.folder, is_silent=is_silent),
             env=setup.environment(self.armed, self.folder),
             log=self.said.append,
         )
@@ -196,7 +199,11 @@ class Play:
         )
 
     async def start(self) -> list[asyncio.Task[None]]:
-        """Start every stream."""
+        """Fill the idle sequences, and start every stream."""
+        for prompt in self.setup.prompts[self.n_streams : self.n_streams + self.n_idle]:
+            request = GenerateRequest(tokens=prompt, n_predict=N_BEFORE, sampler=sampler(0, is_greedy=self.is_greedy))
+            async for _ in await self.supervisor.generate(request):
+                pass
         requests = [self.request(stream) for stream in range(self.n_streams)]
         self.texts, readers = await start_streams(self.supervisor, requests, N_BEFORE)
         return readers
@@ -218,9 +225,9 @@ class Play:
         return path
 
 
-async def undisturbed(setup: Setup, n_streams: int, *, is_greedy: bool) -> Reference:
+async def undisturbed(setup: Setup, n_streams: int, n_idle: int, *, is_greedy: bool) -> Reference:
     """Let a session generate without a fault; after it, try both modes, so that the tries in children are made."""
-    play = Play(setup, "layer", n_streams, is_greedy=is_greedy)
+    play = Play(setup, "layer", n_streams, n_idle, is_greedy=is_greedy)
     await play.supervisor.start()
     try:
         await asyncio.gather(*await play.start())
@@ -261,7 +268,8 @@ async def play_cell(setup: Setup, cell: Cell, wanted: Reference | None) -> Playe
 
 async def _play(setup: Setup, cell: Cell, wanted: Reference | None, played: Played) -> None:
     is_greedy = cell.end is End.PARKED or wanted is None
-    play = Play(setup, cell.start, cell.n_streams, is_greedy=is_greedy, is_silent=cell.kind in SILENT)
+    is_silent = cell.kind in SILENT
+    play = Play(setup, cell.start, cell.n_streams, cell.n_idle, is_greedy=is_greedy, is_silent=is_silent)
     await play.supervisor.start()
     try:
         play.status()

@@ -37,8 +37,10 @@ from tools.fault_cells import (
     Cell,
     End,
     Kind,
+    ahead_cells,
     beside_cells,
     cells,
+    few_ahead_cells,
     few_beside_cells,
     few_cells,
     few_pinned_cells,
@@ -119,13 +121,13 @@ async def play_all(setup: Setup, table: Sequence[Cell], *, jobs: int, quiet: boo
         The tally.
     """
     tally = Tally()
-    wanted: dict[tuple[int, bool], Reference] = {}
+    wanted: dict[tuple[int, int, bool], Reference] = {}
     played = [cell for cell in table if not cell.why_not]
     for cell in table:
         if cell.why_not:
             tally.not_applicable.setdefault(cell.why_not, []).append(cell.name)
-    for n_streams, is_greedy in sorted({(cell.n_streams, cell.end is End.PARKED) for cell in played}):
-        wanted[n_streams, is_greedy] = await undisturbed(setup, n_streams, is_greedy=is_greedy)
+    for n_streams, n_idle, is_greedy in sorted({_reference_of(cell) for cell in played}):
+        wanted[n_streams, n_idle, is_greedy] = await undisturbed(setup, n_streams, n_idle, is_greedy=is_greedy)
     turn = asyncio.Semaphore(jobs)
     to_judge: list[tuple[Cell, Played]] = []
     n_done = 0
@@ -133,9 +135,7 @@ async def play_all(setup: Setup, table: Sequence[Cell], *, jobs: int, quiet: boo
     async def one(cell: Cell) -> None:
         nonlocal n_done
         async with turn:
-            seen = await play_cell(
-                setup.of(cell), cell, wanted[cell.n_streams, cell.end is End.PARKED] if setup.is_exact else None
-            )
+            seen = await play_cell(setup.of(cell), cell, wanted[_reference_of(cell)] if setup.is_exact else None)
         n_done += 1
         if not quiet and not seen.faults:
             print(f"[{n_done}/{len(played)}] {cell.name}", file=sys.stderr)
@@ -155,6 +155,11 @@ async def play_all(setup: Setup, table: Sequence[Cell], *, jobs: int, quiet: boo
         for cell, seen in to_judge:
             count(cell, seen)
     return tally
+
+
+def _reference_of(cell: Cell) -> tuple[int, int, bool]:
+    """Which undisturbed session a cell is held to: streams, idle sequences, greedy samplers."""
+    return cell.n_streams, cell.n_idle, cell.end is End.PARKED
 
 
 def judge_texts(setup: Setup, several: Sequence[Played]) -> None:
@@ -204,10 +209,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.few:
         real = few_real_cells() + few_real_beside_cells() + few_pinned_cells()
-        table = real if options.real else few_cells() + few_beside_cells() + few_resident_cells()
+        table = real if options.real else few_cells() + few_beside_cells() + few_ahead_cells() + few_resident_cells()
     else:
         real = [*real_cells(), *real_beside_cells(), *pinned_cells()]
-        table = real if options.real else cells() + beside_cells() + resident_cells()
+        table = real if options.real else cells() + beside_cells() + ahead_cells() + resident_cells()
     table = [cell for cell in table if all(text in cell.name for text in options.text)]
     if options.kind:
         table = [cell for cell in table if cell.kind.value in options.kind]

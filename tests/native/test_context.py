@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +79,38 @@ def child_memory(path: str, model_path: str, unified: bool) -> dict[str, Any]:
         found["row"] = [row.size, bool(np.isfinite(row).all()), bool(np.ptp(row) > 1)]
         context.synchronize()
         context.set_adapters([])
+        found["changes"] = _changes(context)
     return found
+
+
+def _changes(context: Context) -> dict[str, list[bool]]:
+    """Say of which of two sequences each call tells that it may have changed it; the first one holds something."""
+    context.clear()
+    _read(context, PROMPT)
+    one, whole = bytearray(sequence_state_size(context, 0)), bytearray(state_size(context))
+
+    def changed(act: Callable[[], object]) -> list[bool]:
+        before = [context.version(seq_id) for seq_id in (0, 1)]
+        act()
+        return [context.version(seq_id) != was for seq_id, was in enumerate(before)]
+
+    return {
+        "looking": changed(lambda: (context.pos_max(0), sequence_state_get(context, one, 0), context.logits(7))),
+        "getting": changed(lambda: state_get(context, whole)),
+        "decoding": changed(lambda: _read(context, [42], len(PROMPT))),
+        "setting one": changed(lambda: sequence_state_set(context, one, 1)),
+        "cutting": changed(lambda: context.seq_rm(1)),
+        "copying": changed(lambda: context.seq_cp(0, 1)),
+        "moving": changed(lambda: context.seq_add(0, 4, -1, 1)),
+        "clearing": changed(context.clear),
+        "setting all": changed(lambda: state_set(context, whole)),
+    }
 
 
 @pytest.mark.parametrize("unified", [False, True])
 @pytest.mark.parametrize("folder", [NEWEST, OLDER])
 def test_the_memory_does_as_it_is_told(smollm2: Path, folder: str, unified: bool) -> None:
-    """Read, copy, cut, remove, clear and shift; positions tell what is held, and equal reads give equal rows."""
+    """Read, copy, cut, remove, clear and shift; positions tell what is held, and versions which sequence may differ."""
     found = run_child(child_memory, library_of(folder), smollm2, unified).value()
     n = len(PROMPT)
     assert found["sizes"] == [512, 64, 64, 2, 256] or found["sizes"][1:4] == [64, 64, 2]
@@ -100,6 +126,10 @@ def test_the_memory_does_as_it_is_told(smollm2: Path, folder: str, unified: bool
     assert found["again"]
     assert found["after shift"] == [0, n - 3]
     assert found["row"] == [49152, True, True]
+    both, first, second = [True, True], [True, False], [False, True]
+    none, both, first, second = [False, False], [True, True], [True, False], [False, True]
+    wanted = (none, none, first, second, second, both, first, both, both)
+    assert found["changes"] == dict(zip(found["changes"], wanted, strict=True))
 
 
 def child_state(path: str, model_path: str, unified: bool) -> dict[str, Any]:

@@ -60,9 +60,17 @@ def test_a_changed_byte_is_found(fd: int, where: str) -> None:
 
 
 def test_a_seal_that_contradicts_itself_is_refused(fd: int) -> None:
-    """Places that overlap or have no length are no carry's."""
+    """Places that overlap or have no length are no carry's, and what is no state is none of a sequence."""
     seal = _put(fd, a_carry())
-    for wrong in (replace(seal, state_bytes=-1), replace(seal, state_bytes=1 << 20), replace(seal, rest_bytes=-5)):
+    backwards = seals.Segment(0, -1, 5, "00" * 16)
+    no_state = seals.Segment(0, 0, 3, xxhash.xxh3_128_hexdigest(a_carry().state[:3]))
+    for wrong in (
+        replace(seal, state_bytes=-1),
+        replace(seal, state_bytes=1 << 20),
+        replace(seal, rest_bytes=-5),
+        replace(seal, segments=(backwards,)),
+        replace(seal, segments=(no_state,)),
+    ):
         with pytest.raises(CarryDamaged):
             seals.take(Arena(fd), wrong)
 

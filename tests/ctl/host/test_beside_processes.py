@@ -94,6 +94,31 @@ def test_an_idle_session_goes_beside_by_itself_and_keeps_what_it_holds(tmp_path:
     play(tmp_path, script)
 
 
+def test_idle_sequences_with_a_stream_of_cells_each_go_ahead(tmp_path: Path) -> None:
+    """One generates, two are idle: the state of these crosses before it stops, and a prompt that goes on reuses it."""
+
+    async def script(stage: Stage) -> None:
+        idle = [await stage.ask(n, 4) for n in (0, 1)]
+        for client in idle:
+            await client.end()
+        running = await stage.ask(2, 150)
+        stage.arm(pace_us=_SLOW_US)
+        await running.has(2)
+        there = await stage.switch(options=BESIDE)
+        stage.faults.clear()
+        assert (there["status"], there["n_sequences"], there["ahead_reason"]) == ("switched", 3, "")
+        assert 0 < there["ahead_bytes"] < there["state_bytes"]
+        assert (await running.end()).why is Why.LENGTH
+        for n, client in enumerate(idle):
+            held = len(client.tokens) + client.events[0].n_prompt - 1  # type: ignore[union-attr]
+            again = await stage.supervisor.generate(request_of([*PROMPTS[n], *client.tokens, 5], 2))
+            events = [event async for event in again]
+            assert events[-1].n_reused == held  # type: ignore[union-attr]
+        assert (stage.supervisor.status()["recomputed"], stage.supervisor.status()["worker_restarts"]) == (0, 0)
+
+    play(tmp_path, script, placement=LAYER.changed(n_ctx=1536, n_seq_max=3, kv_unified=False))
+
+
 @pytest.mark.parametrize("when", ["placing", "restoring"])
 def test_a_stop_in_the_middle_leaves_no_process(tmp_path: Path, when: str) -> None:
     """Both workers are gone with the session, whatever the switch was at; a second switch was Busy until then."""

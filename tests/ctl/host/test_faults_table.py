@@ -19,6 +19,7 @@ from tests.native.real import NEWEST, library_of
 from tests.stublib import FaultFile, needs_compiler
 from tests.tool import run_tool
 from tools.fault_cells import (
+    AHEAD_STAGES,
     BESIDE_STAGES,
     BY_SIGNAL,
     FOR_EVER,
@@ -27,8 +28,10 @@ from tools.fault_cells import (
     UNSEALED,
     WAYS,
     Kind,
+    ahead_cells,
     beside_cells,
     cells,
+    few_ahead_cells,
     few_beside_cells,
     few_cells,
     few_pinned_cells,
@@ -110,6 +113,19 @@ def test_both_workers_of_a_switch_beside_meet_every_fault_at_every_step() -> Non
     assert {cell.kind for cell in real_beside_cells()} == set(BY_SIGNAL)
 
 
+def test_idle_sequences_that_go_ahead_have_a_table_of_their_own() -> None:
+    """Each step meets each fault, but for the worker that has nothing to do; three cells in the short form."""
+    table = ahead_cells()
+    assert {(cell.stage, cell.kind, cell.start) for cell in table} == {
+        (stage, kind, start) for stage in AHEAD_STAGES for kind in ONCE for start, _ in WAYS
+    }
+    assert {cell.stage for cell in table if cell.why_not} == {"first.handed"}
+    assert all(cell.name.endswith(":idle") and bool(cell.items) is not bool(cell.why_not) for cell in table)
+    few = few_ahead_cells()
+    assert [cell.stage for cell in few] == ["first.copying", "second.taking", "first.handed"]
+    assert {cell.end for cell in few} == {cell.end for cell in table if not cell.why_not}
+
+
 def test_weights_that_are_there_already_have_a_table_of_their_own() -> None:
     """Both placements kept on the stub, a copy on a real library; three cells in the short form."""
     kept = resident_cells()
@@ -160,7 +176,8 @@ def test_a_session_survives_the_short_table() -> None:
     result = _faults("--few")
     assert result["failures"] == {}
     assert result["left_over"] == []
-    assert result["passed"] == result["cells"] == len(few_cells() + few_beside_cells() + few_resident_cells())
+    few = few_cells() + few_beside_cells() + few_ahead_cells() + few_resident_cells()
+    assert result["passed"] == result["cells"] == len(few)
 
 
 @pytest.mark.build

@@ -91,6 +91,8 @@ def test_a_rehearsal_on_processors_has_every_row(tmp_path: Path, server: Path) -
     ours = rows["file", WAYS[0]]
     assert 0 < ours["own_ms"]["median"] < ours["total_ms"]["median"]
     assert ours["own_ms"]["median"] + ours["library_ms"]["median"] == pytest.approx(ours["total_ms"]["median"], abs=0.1)
+    idle = rows["beside-idle", WAYS[0]]
+    assert 0 < idle["ahead_bytes"] < idle["state_bytes"]
     assert rows["server", WAYS[0]]["state_bytes"] == 5000
     assert body["rates"]["modes"]["layer"]["generate_tps"] == body["fresh"]["layer"]["tps"]["median"]
     planned = {one["arm"]: one["plan"] for one in body["memory"] if one["group"] == HOST}
