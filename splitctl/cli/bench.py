@@ -28,7 +28,7 @@ from splitctl.cli.options import (
 )
 from splitctl.cli.output import EXIT_OF_FAULT, ExitCode, Screen
 from splitctl.cli.profiled import find_profile, profile_json, source_line
-from splitctl.ipc.benching import Bencher, Benching, BenchReport, roomy, together, widths
+from splitctl.ipc.benching import Bencher, Benching, BenchReport
 from splitctl.ipc.jobs import Progress
 from splitctl.ipc.probes import DEADLINE_S
 from splitctl.ipc.profiles import KeptProfile, ProfileKey, driver_text, keep
@@ -38,6 +38,7 @@ from splitctl.outcome import WeightsTier, to_plain
 from splitctl.placement import Placement, SplitMode
 from splitctl.planning.plane import conclusion, plane_of
 from splitctl.planning.profile import ModeNotMeasured, Profile
+from splitctl.planning.schedule import roomy, together, widths
 
 _BUDGET_S, _QUICK_S = 600.0, 60.0
 _ROUNDS, _QUICK_ROUNDS = 5, 3

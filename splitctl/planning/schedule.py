@@ -11,7 +11,10 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from splitctl.placement import SplitMode
+from splitctl.model.facts import ModelFacts
+from splitctl.placement import Placement, SplitMode
+from splitctl.planning.fitting import lacking, needs_of_mode
+from splitctl.planning.memory import DeviceFacts, plan_mode
 
 #: Deepest place where something is measured, unless a context of its own is asked for [tokens].
 MAX_DEPTH = 16384
@@ -231,3 +234,47 @@ def _listed(value: object) -> str:
     if isinstance(value, tuple):
         return "/".join(_listed(one) for one in value) or "none"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def roomy(
+    facts: ModelFacts, placement: Placement, devices: Sequence[DeviceFacts], modes: Sequence[SplitMode]
+) -> Placement:
+    """Give a placement without a context of its own one in which every depth can be measured, if that fits.
+
+    Args:
+        facts: the model.
+        placement: with the context that is asked; 0 leaves it to us.
+        devices: with the memory that is free.
+        modes: all of them shall fit; one that never does counts for nothing.
+    """
+    if placement.n_ctx:
+        return placement
+    most = min(facts.n_ctx_train or MAX_DEPTH, MAX_DEPTH + 2 * placement.n_batch)
+    n_ctx = least = 2 * SMALL_STATE
+    while n_ctx < most:
+        n_ctx *= 2
+
+    def fits(mode: SplitMode, n: int) -> bool:
+        one = replace(placement.changed(mode=mode), n_ctx=n * placement.n_streams)
+        return not lacking(needs_of_mode(plan_mode(facts, one, devices), devices))
+
+    possible = [mode for mode in modes if fits(mode, least)]
+    n_ctx = min(n_ctx, most)
+    while n_ctx > least and not all(fits(mode, n_ctx) for mode in possible):
+        n_ctx //= 2
+    return replace(placement, n_ctx=n_ctx * placement.n_streams)
+
+
+def widths(placement: Placement) -> tuple[int, ...]:
+    """Give the sizes of micro-batches worth trying: the placement's, twice and four times, up to a batch."""
+    n = min(placement.n_ubatch, placement.n_batch)
+    return tuple(dict.fromkeys((n, min(2 * n, placement.n_batch), min(4 * n, placement.n_batch))))
+
+
+def together(n_seq_max: int) -> tuple[int, ...]:
+    """Give the numbers of sequences worth trying: 1, and on by twos to the most."""
+    found, n = [1], 2
+    while n < n_seq_max:
+        found.append(n)
+        n *= 2
+    return tuple(dict.fromkeys((*found, n_seq_max)))

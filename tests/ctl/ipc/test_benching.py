@@ -12,7 +12,7 @@ import pytest
 
 from splitctl.errors import Cancelled
 from splitctl.ipc import benching
-from splitctl.ipc.benching import Bencher, Benching, BenchReport, ChildFailed, roomy, together, widths
+from splitctl.ipc.benching import Bencher, Benching, BenchReport, ChildFailed
 from splitctl.ipc.jobs import BenchRequest, Failure, Fault
 from splitctl.ipc.orders import Timed
 from splitctl.model.facts import read_facts
@@ -340,25 +340,6 @@ def test_progress_says_how_long_it_will_take() -> None:
     shares = [one.done for one in told]
     assert shares == sorted(shares)
     assert all(one.note.startswith("about ") for one in told)
-
-
-def test_what_is_worth_trying() -> None:
-    """Micro-batches double twice up to the batch, sequences double up to the most."""
-    assert widths(Placement()) == (512, 1024, 2048)
-    assert widths(Placement(n_batch=512)) == (512,)
-    assert widths(Placement(n_batch=700, n_ubatch=512)) == (512, 700)
-    assert [together(n) for n in (1, 2, 3, 8)] == [(1,), (1, 2), (1, 2, 3), (1, 2, 4, 8)]
-
-
-def test_a_context_is_as_large_as_fits() -> None:
-    """Without a context that is asked one is taken that every depth fits in, less where the memory is short."""
-    facts = model_facts(n_ctx_train=32768)
-    free = Placement(devices=("CPU", "CPU"))
-    assert roomy(facts, free, _HOST, _BOTH).n_ctx == 20480
-    assert roomy(facts, free.changed(n_seq_max=2), _HOST, _BOTH).n_ctx == 2 * 20480
-    assert roomy(facts, free.changed(n_ctx=777), _HOST, _BOTH).n_ctx == 777
-    small = roomy(facts, free, tuple(DeviceFacts(one.name, one.kind, 200 << 20) for one in _HOST), _BOTH)
-    assert 512 <= small.n_ctx < 20480
 
 
 # -- real processes ----------------------------------------------------------------------------------------------------

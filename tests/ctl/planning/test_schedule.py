@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitctl.placement import SplitMode
-from splitctl.planning.schedule import Look, Schedule, Wish, schedule
+from splitctl.placement import Placement, SplitMode
+from splitctl.planning.memory import DeviceFacts
+from splitctl.planning.schedule import Look, Schedule, Wish, roomy, schedule, together, widths
+from tests.ctl.model_facts import model_facts
 
+_HOST = (DeviceFacts("CPU", "cpu", 64 << 30), DeviceFacts("host", "cpu", 64 << 30))
 _WISH = Wish(2048, 8192, (1, 2, 4), (512, 1024, 2048), ("file", "pinned", "resident"))
 _FAST = {SplitMode.LAYER: Look(1e-4, 0.01, 1.0, 0.5), SplitMode.TENSOR: Look(2e-4, 0.008, 1.0, 0.5)}
 _SLOW = {mode: Look(0.02, 0.1, 3.0, 1.0) for mode in _FAST}
@@ -82,3 +85,27 @@ def test_every_schedule_can_be_done(n_batch: int, room: int, token_s: float, ste
     assert 1 in plan.n_seqs
     assert plan.rounds >= 1
     assert _seconds(plan, looks) <= left_s or plan.rounds == 1
+
+
+def test_what_is_worth_trying() -> None:
+    """Micro-batches double twice up to the batch, sequences double up to the most."""
+    assert widths(Placement()) == (512, 1024, 2048)
+    assert widths(Placement(n_batch=512)) == (512,)
+    assert widths(Placement(n_batch=700, n_ubatch=512)) == (512, 700)
+    assert [together(n) for n in (1, 2, 3, 8)] == [(1,), (1, 2), (1, 2, 3), (1, 2, 4, 8)]
+
+
+def test_a_context_is_as_large_as_fits() -> None:
+    """Without a context that is asked one is taken that every depth fits in, less where the memory is short."""
+    facts = model_facts(n_ctx_train=32768)
+    free = Placement(devices=("CPU", "CPU"))
+    assert roomy(facts, free, _HOST, (SplitMode.LAYER, SplitMode.TENSOR)).n_ctx == 20480
+    assert roomy(facts, free.changed(n_seq_max=2), _HOST, (SplitMode.LAYER, SplitMode.TENSOR)).n_ctx == 2 * 20480
+    assert roomy(facts, free.changed(n_ctx=777), _HOST, (SplitMode.LAYER, SplitMode.TENSOR)).n_ctx == 777
+    small = roomy(
+        facts,
+        free,
+        tuple(DeviceFacts(one.name, one.kind, 200 << 20) for one in _HOST),
+        (SplitMode.LAYER, SplitMode.TENSOR),
+    )
+    assert 512 <= small.n_ctx < 20480
