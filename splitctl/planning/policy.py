@@ -29,7 +29,7 @@ _MAX_S = 7 * 24 * 3600.0
 _N_SHAPES, _EVERY = 16, 4
 #: Pauses that what was lost or won by switching is remembered up to; those that may be lost before more has to be
 #: saved by a switch out of the mode that would have been best; and the share of what is lost beyond that is asked more.
-_REMEMBERED, _ALLOWED, _STRICTER = 20.0, 1.0, 0.5
+_REMEMBERED, _ALLOWED, _STRICTER = 20.0, 1.0, 1.0
 #: Most pauses that regret counts for.
 _MOST_REGRET = 3.0
 #: What tells how fast a mode is: tokens of a prompt, depth of a step.
@@ -44,7 +44,7 @@ _SOONEST_S = 1e-3
 #: Share by which a new request moves what is usual.
 _SLOWLY = 0.1
 #: Shares of a switch's pause: what holding prompts, and a switch while nobody is there, have to save.
-_HOLDING, _WORTH_IDLE = 0.05, 0.05
+_HOLDING, _WORTH_IDLE = 0.05, 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Settings:
     min_stay_s: float = 2.0
     max_wait_s: float = 20.0
     max_pause_s: float = 10.0
-    hysteresis: float = 0.25
+    hysteresis: float = 0.5
     backoff_s: float = 30.0
     max_backoff_s: float = 3600.0
 
@@ -286,7 +286,7 @@ class Policy:
         mode = floor.mode
         gain = self._endings[mode] - self._endings[other_than(mode)]
         numbers = self._numbers(floor, 0) | {"gain_s": gain}
-        if gain <= _WORTH_IDLE * self._pause:
+        if gain <= _WORTH_IDLE * (1.0 + self._lost(mode)) * self._pause:
             return Decision(mode, frozenset(), None, f"stays in {mode.value}: nobody is there", numbers)
         at = plans.allowed_at(floor)
         if at > floor.at:
@@ -321,8 +321,11 @@ class Policy:
         if self._over[mode] < self._over[other_than(mode)]:
             # To where it would have been best to be all the time.
             return self.settings.hysteresis
-        lost = max(self._over[mode] / self._pause - _ALLOWED, 0.0) if self._pause else 0.0
-        return self.settings.hysteresis + _STRICTER * lost
+        return self.settings.hysteresis + _STRICTER * self._lost(mode)
+
+    def _lost(self, mode: SplitMode) -> float:
+        """Say how many pauses all switches so far have lost against this mode for good, beyond what is allowed."""
+        return max(self._over[mode] / self._pause - _ALLOWED, 0.0) if self._pause else 0.0
 
     def _seconds(self, floor: Floor, plan: Plan, plans: Plans) -> float:
         start = floor.at
