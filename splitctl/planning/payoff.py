@@ -256,7 +256,8 @@ def _would_take(choice: Choice, seen: SwitchedRun, profile: Profile) -> float | 
     tiers: tuple[WeightsTier, ...] = (WeightsTier.FILE, WeightsTier.PINNED, WeightsTier.RESIDENT)
     if seen.weights in tiers:
         tiers = (seen.weights,)
-    times = [profile.switch(choice.reads_in, choice.generates_in, tier.value, n_held) for tier in tiers]
+    before, after = choice.reads_in, choice.generates_in
+    times = [profile.switch(before, after, tier.value, n_held, is_first=True) for tier in tiers]
     costs = [pause + seen.n_generated * more_ms / 1e3 for pause, more_ms in filter(None, times)]
     return reading + generating + min(costs) if costs else None
 

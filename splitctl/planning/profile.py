@@ -263,14 +263,16 @@ class Profile:
         n = max(read.n_tokens for one in found for read in one.reads)
         return min(found, key=lambda one: one.read_s(n))
 
-    def switch(self, before: SplitMode, after: SplitMode, way: str, n_tokens: int = 0) -> tuple[float, float] | None:
+    def switch(
+        self, before: SplitMode, after: SplitMode, way: str, n_tokens: int = 0, *, is_first: bool = False
+    ) -> tuple[float, float] | None:
         """Give a switch's pause and the milliseconds that it adds to a token; None where it was not measured.
 
-        What later switches of a session take counts, where that is known; between two sizes of the state a straight
-        line.
+        What later switches of a session take counts, or what its first one does, where that is known; between two sizes
+        of the state a straight line.
         """
         found = [one for one in self.switches if (one.before, one.after, one.way) == (before, after, way)]
-        found = [one for one in found if not one.is_first] or found
+        found = [one for one in found if one.is_first is is_first] or found
         if not found:
             return None
         pause = max(_line([(one.n_tokens, one.pause.median) for one in found], n_tokens), 0.0)

@@ -55,14 +55,14 @@ def test_what_lies_within_the_spread_is_not_called() -> None:
 
 
 def test_a_run_in_one_mode_is_told_of_the_switch_that_would_have_paid() -> None:
-    """The prompt in the other mode, or the answer in it: with the seconds and the flags."""
+    """The prompt in the other mode, or the answer in it: with the flags, and by what a session's first switch takes."""
     found = _judged(_IN_TENSOR)
     assert (found.paid, found.other) == (None, Choice.LAYER_TO_TENSOR)
-    assert found.saved_s == pytest.approx(-(58300 / 500 - 58300 / 800 - 5.0))
-    assert "reading in layer mode and switching would have saved 38.72 s: -psm layer (" in found.sentence
+    assert found.saved_s == pytest.approx(-(58300 / 500 - 58300 / 800 - 9.0))
+    assert "reading in layer mode and switching would have saved 34.72 s: -psm layer (" in found.sentence
     found = _judged(_IN_LAYER)
     assert found.other is Choice.LAYER_TO_TENSOR
-    assert "after a switch would have saved 11.67 s: -psm layer -sm tensor (" in found.sentence
+    assert "after a switch would have saved 7.67 s: -psm layer -sm tensor (" in found.sentence
 
 
 def test_the_tier_that_the_run_would_have_used_is_judged() -> None:

@@ -193,6 +193,8 @@ def test_a_switch_is_taken_from_its_size_way_and_direction() -> None:
     assert profile.switch(one, other, "pinned", 1012) == pytest.approx((1.0, 0.5))
     assert profile.switch(other, one, "pinned") is None
     assert profile.ways(one, other) == ("file", "pinned")
+    assert profile.switch(one, other, "file", is_first=True) == pytest.approx((9.0, 0.0))
+    assert profile.switch(one, other, "pinned", is_first=True) == pytest.approx((1.0, 0.5))
     only_first = Profile(MEASURED.modes, (MEASURED.switches[1],))
     assert only_first.switch(one, other, "file") == pytest.approx((9.0, 0.0))
 
