@@ -70,12 +70,13 @@ def _fastest(profile: Profile, work: Work) -> Comparison:
 
 
 def _what_for(profile: Profile) -> str:
-    # Prompts as long as the deepest place that every mode was measured at, and a middle one.
+    # As long, and as deep, as every mode was measured.
     longest = min(max(one.depth + one.n_tokens for one in mode.reads) for mode in profile.modes)
+    deepest = min(max(one.depth for one in mode.steps if one.n_seq == 1) for mode in profile.modes)
     reader = min(profile.modes, key=lambda one: one.read_s(longest))
-    writer = min(profile.modes, key=lambda one: one.step_s(1, longest / 2))
+    writer = min(profile.modes, key=lambda one: one.step_s(1, deepest))
     reads = f"-ub {reader.n_ubatch} ({longest / reader.read_s(longest):,.0f} tokens/s)"
-    makes = f"({1 / writer.step_s(1, longest / 2):,.1f} tokens/s)"
+    makes = f"({1 / writer.step_s(1, deepest):,.1f} tokens/s)"
     if reader.mode is writer.mode:
         return f"{reader.mode.value} mode reads fastest with {reads} and generates fastest {makes}"
     return f"{reader.mode.value} mode reads fastest with {reads}, {writer.mode.value} mode generates fastest {makes}"
