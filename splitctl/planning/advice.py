@@ -31,6 +31,7 @@ class Advice:
         way: where the weights of a switch come from, or "beside"; "" without a switch to weigh.
         ways: the four choices weighed with each way that was measured, in the order of `TIMED`; empty where a mode or
             every switch is missing.
+        alone_s: what one device does it in without the others (mode none), seconds; None where that was not measured.
     """
 
     work: Work
@@ -39,6 +40,7 @@ class Advice:
     sentence: str
     way: str = ""
     ways: Mapping[str, Comparison] = field(default_factory=dict)
+    alone_s: float | None = None
 
     @property
     def comparison(self) -> Comparison | None:
@@ -46,11 +48,11 @@ class Advice:
         return self.ways.get(self.way)
 
     def to_json(self) -> dict[str, Any]:
-        """Give plain values: those of `Comparison.to_json`, null for what was not measured, and `way`."""
+        """Give plain values: those of `Comparison.to_json`, null for what was not measured, `way` and `alone_s`."""
         if self.comparison is not None:
             plain = self.comparison.to_json()
             measured = {name: one for name, one in plain["tiers"].items() if name in self.ways}
-            return {**plain, "sentence": self.sentence, "tiers": measured, "way": self.way}
+            return {**plain, "sentence": self.sentence, "tiers": measured, "way": self.way, "alone_s": self.alone_s}
         return {
             "best": self.best.value,
             "seconds": {choice.value: self.seconds.get(choice) for choice in Choice},
@@ -62,6 +64,7 @@ class Advice:
             "uncached": self.work.uncached,
             "tiers": {},
             "way": None,
+            "alone_s": self.alone_s,
         }
 
 
@@ -80,6 +83,17 @@ def advise(
     Raises:
         ModeNotMeasured: neither mode was measured, or no switch of this way.
     """
+    advice = _advise(profile, work, n_seq, way, switch_s)
+    if not any(one.mode is SplitMode.NONE for one in profile.modes):
+        return advice
+    alone_s = _stay(profile, SplitMode.NONE, work, n_seq)
+    text = advice.sentence
+    if alone_s < advice.seconds[advice.best]:
+        text += f"; one device alone takes {alone_s:,.1f} s (-sm none)"
+    return replace(advice, sentence=text, alone_s=alone_s)
+
+
+def _advise(profile: Profile, work: Work, n_seq: int, way: str | None, switch_s: float | None) -> Advice:
     missing = {}
     for mode in _MODES:
         try:

@@ -114,3 +114,14 @@ def test_more_sequences_make_a_switch_pay_sooner() -> None:
     assert advise(many, Work(58300, 200)).best is Choice.LAYER
     assert not advise(many, Work(3000, 3000)).best.is_switch
     assert advise(many, Work(3000, 3000), n_seq=4).best is Choice.LAYER_TO_TENSOR
+
+
+def test_one_device_that_is_faster_alone_is_named() -> None:
+    """Whoever splits for speed gets to know that it is none; where the split is faster nothing is added."""
+    for prompt_tps, is_named in ((1600.0, True), (100.0, False)):
+        modes = (*MEASURED.modes, constant(SplitMode.NONE, prompt_tps, 30.0))
+        advice = advise(replace(MEASURED, modes=modes), _WORK)
+        assert advice.to_json()["alone_s"] == pytest.approx(58300 / prompt_tps + 1000 / 30)
+        assert advice.best is Choice.LAYER_TO_TENSOR
+        assert ("one device alone takes 69.8 s (-sm none)" in advice.sentence) is is_named
+    assert advise(MEASURED, _WORK).to_json()["alone_s"] is None
