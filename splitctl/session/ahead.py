@@ -124,7 +124,7 @@ class Outgoing:
             positions=positions,
             n_tokens=sum(len(slot.tokens) for slot in used),
             n_sequences=len(used),
-            version=agreed(live, parts, wanted),
+            version=agreed(live, parts, wanted, state_size(self._context)),
             segments=tuple(one.segment() for one in parts.values()),
         )
 

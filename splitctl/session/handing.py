@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from splitctl.session.decoder import Decoder
     from splitctl.session.storage import Storage
     from splitctl.switching.checking import Checked, Checker
+    from splitctl.switching.sealing import SealedState
     from splitctl.switching.transfer import Transfer
 
 _MS = 1e3
@@ -166,22 +167,24 @@ class Handing:
             if reasons := self._checker.again(self._live, checked):
                 raise Refused(reasons)
             reached(Stage.SAVING)
-            began_at = perf_counter()
-            parts = self._copied_rest()
-            if parts is None:
-                self._transfer.save()
-            sealing_at = perf_counter()
-            reached(Stage.SEALING)
-            if parts is None:
-                sealed, n_ahead = self._transfer.seal_as_it_is(), 0
-                pinned = self._transfer.pinned
-            else:
-                sealed, n_ahead = parts.seal(), parts.n_ahead
+            began_at = sealing_at = perf_counter()
+            sealed = None
+            if (parts := self._copied_rest()) is not None:
+                sealing_at = perf_counter()
+                reached(Stage.SEALING)
+                sealed = self._sealed(parts)
+            n_ahead = 0
+            if parts is not None and sealed is not None:
                 self._transfer.report(sealed)
-                pinned = self._live.arenas.both[parts.arena].pinned
+                n_ahead, pinned = parts.n_ahead, self._live.arenas.both[parts.arena].pinned
+            else:
+                self._transfer.save()
+                sealing_at = perf_counter()
+                reached(Stage.SEALING)
+                sealed, pinned = self._transfer.seal_as_it_is(), self._transfer.pinned
             ms = {"saving": (sealing_at - began_at) * _MS, "sealing": (perf_counter() - sealing_at) * _MS}
-            why, self._outgoing = self._why_not_ahead, None
-            return Handed(stood_at, ms, sealed.n_sequences, sealed.n_tokens, pinned, (n_ahead, why))
+            went_ahead = (n_ahead, self._why_not_ahead)
+            return Handed(stood_at, ms, sealed.n_sequences, sealed.n_tokens, pinned, went_ahead)
 
     def _copied_rest(self) -> Outgoing | None:
         """Copy what has changed since the others were copied; None where the state goes in one piece."""
@@ -194,6 +197,14 @@ class Handing:
         try:
             return parts if parts.complete() else None
         except (NativeError, SplitctlError, OSError) as error:
+            self._why_not_ahead = str(error)
+            return None
+
+    def _sealed(self, parts: Outgoing) -> SealedState | None:
+        """Seal sequences that were copied one by one; None where they are not all of the state."""
+        try:
+            return parts.seal()
+        except (NativeError, SplitctlError) as error:
             self._why_not_ahead = str(error)
             return None
 

@@ -79,8 +79,14 @@ def part(live: LiveSession, seq_id: int, offset: int, view: memoryview) -> Part:
     return Part(seq_id, offset, len(view), image, checksum)
 
 
-def agreed(live: LiveSession, parts: Mapping[int, Part], wanted: Mapping[int, int]) -> int:
+def agreed(live: LiveSession, parts: Mapping[int, Part], wanted: Mapping[int, int], n_bytes: int) -> int:
     """Hold the parts together against the session, as `contradictions` does a state.
+
+    Args:
+        live: the session's parts.
+        parts: the states of all sequences, by id.
+        wanted: as for `contradictions`.
+        n_bytes: what the library says that the state of all takes: what belongs to no sequence alone is missed by it.
 
     Returns:
         The newest session version that they can be read as.
@@ -95,6 +101,9 @@ def agreed(live: LiveSession, parts: Mapping[int, Part], wanted: Mapping[int, in
     except CarryDamaged as error:
         raise StateUnsound(str(error)) from error
     wrong, version = _contradictions(live, image, wanted)
+    found = sum(len(chunk) for chunk in statecodec.emit(image))
+    if not wrong and found != n_bytes:
+        wrong = f"the states of its sequences come to {found} bytes, that of all to {n_bytes}"
     if wrong:
         raise StateUnsound(wrong)
     return version

@@ -14,6 +14,7 @@ from splitctl.carry import seal as seals
 from splitctl.carry.arena import Arena
 from splitctl.errors import CarryDamaged, StateUnsound
 from splitctl.outcome import SwitchOptions
+from splitctl.session import ahead
 from splitctl.session.handing import Handed, Handing
 from splitctl.switching.checking import Checked
 from tests.real.conftest import RPC, SEEDED, SMALL_PROMPT, base
@@ -130,6 +131,22 @@ def test_where_the_bytes_would_not_be_the_same_nothing_goes_ahead(
     assert why in handed.ahead[1]
     assert bool(handed.ahead[1]) is bool(why)
     assert not pair.seals[-1].segments
+    two.taking.take_over(pair.seals[-1], proof=Proof.BYTES, is_trial=True)
+    assert _state(two.second) == _state(two.first)
+
+
+def test_sequences_that_are_not_all_of_the_state_are_found_out(
+    pair: Pair,  # noqa: F811
+    dummy: Dummy,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A memory of which nobody knew that it has a window: what has left it is missed, and all goes in one piece."""
+    monkeypatch.setattr(ahead, "why_not", lambda _live, _target: "")
+    two = _two(pair, dummy("gemma3+gqa"), OTHER_SHARES, base(flash="on", n_seq_max=2))
+    two.first.prefill([3 + n % 90 for n in range(50)], 1)
+    assert two.taking.take_ahead(*two.copy(frozenset({0})))
+    handed = two.hand_over()
+    assert (handed.ahead[0], "that of all to" in handed.ahead[1]) == (0, True)
     two.taking.take_over(pair.seals[-1], proof=Proof.BYTES, is_trial=True)
     assert _state(two.second) == _state(two.first)
 
