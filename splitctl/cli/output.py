@@ -260,6 +260,8 @@ def switch_table(outcome: Mapping[str, Any]) -> Table:
     if outcome.get("pause_ms") is not None:
         table.add_row("pause", ms(outcome["pause_ms"]))
     table.add_row("state", mib(outcome.get("state_bytes")))
+    if outcome.get("ahead_bytes"):
+        table.add_row("of it before the pause", mib(outcome["ahead_bytes"]))
     if outcome.get("carry_pinned") is not None:
         table.add_row("state through", "pinned memory" if outcome["carry_pinned"] else "unpinned memory")
     table.add_row("weights", mib(outcome.get("weight_bytes")))

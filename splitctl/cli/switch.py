@@ -150,6 +150,7 @@ def show_switch(outcome: dict[str, Any], screen: Screen) -> None:
         ("in place", outcome.get("via_reason")),
         (f"weights from {outcome.get('weights')}", outcome.get("weights_reason")),
         ("state through unpinned memory", outcome.get("carry_pinned_reason")),
+        ("state in one piece", outcome.get("ahead_reason")),
     ):
         if why:
             screen.line(f"{what}: {one_line(str(why))}")

@@ -355,6 +355,10 @@ def test_the_table_shows_the_tier_and_how_fast_each_stage_was() -> None:
     shown = dict(zip(table.columns[0].cells, table.columns[1].cells, strict=True))
     assert (shown["pause"], shown["weights from"]) == ("80.0 ms", "pinned")
     assert shown["state through"] == "unpinned memory"
+    assert "of it before the pause" not in shown
+    ahead = switch_table({**_BESIDE, "ahead_bytes": 512 * 1024})
+    shown = dict(zip(ahead.columns[0].cells, ahead.columns[1].cells, strict=True))
+    assert (shown["state"], shown["of it before the pause"]) == ("1.0 MiB", "0.5 MiB")
     assert {"state through", "weights from", "pause"}.isdisjoint(
         switch_table({**_BESIDE, "pause_ms": None, "weights": None, "carry_pinned": None}).columns[0].cells
     )
@@ -370,6 +374,8 @@ def test_a_switch_says_why_it_did_not_go_as_asked(capfd: pytest.CaptureFixture[s
     ]
     show_switch({**_BESIDE, "via_reason": "the host lacks memory", "weights_reason": ""}, Screen(as_json=False))
     assert "in place: the host lacks memory" in capfd.readouterr().err.splitlines()[-2]
+    show_switch({**_BESIDE, "ahead_reason": "one cache"}, Screen(as_json=False))
+    assert capfd.readouterr().err.splitlines()[-1] == "state in one piece: one cache"
     show_switch({**_BESIDE, "weights_reason": "", "carry_pinned_reason": ""}, Screen(as_json=False))
     assert "tokens carried" in capfd.readouterr().err.splitlines()[-2]
 
