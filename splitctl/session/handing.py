@@ -183,7 +183,8 @@ class Handing:
                 reached(Stage.SEALING)
                 sealed, pinned = self._transfer.seal_as_it_is(), self._transfer.pinned
             ms = {"saving": (sealing_at - began_at) * _MS, "sealing": (perf_counter() - sealing_at) * _MS}
-            went_ahead = (n_ahead, self._why_not_ahead)
+            # Of one alone nobody expects that it goes before itself.
+            went_ahead = (n_ahead, self._why_not_ahead if sealed.n_sequences > 1 else "")
             return Handed(stood_at, ms, sealed.n_sequences, sealed.n_tokens, pinned, went_ahead)
 
     def _copied_rest(self) -> Outgoing | None:
