@@ -1,7 +1,7 @@
 """Let a hosted session switch by itself under two kinds of clients, and hold it to its bounds and the simulator's word.
 
     python -m tools.soak_auto [--json] [--seconds 300] [--clients 8] [--long N] [--short N] [--rates FILE]
-                              [--max-wait S] [--min-stay S] [--device A,B] [--lib PATH] [--model FILE]
+                              [--max-wait S] [--min-stay S] [--weights TIER] [--device A,B] [--lib PATH] [--model FILE]
 
 Half of the clients ask for short answers to long prompts, the others for long answers to short prompts, each for one
 after the other until the time is over. No two prompts are alike. The numbers are those of the profile that splitctl
@@ -32,7 +32,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ from typing import Any
 from splitctl.carry.sampling import SamplerSpec
 from splitctl.cli.policy_options import PolicyOptions, policy_config
 from splitctl.control.requests import GenerateRequest
-from splitctl.host.config import HostConfig, PolicyConfig
+from splitctl.host.config import HostConfig, HostState, PolicyConfig
+from splitctl.host.events import SwitchEnded, TrialEnded
 from splitctl.host.streams import Begun, Delta, Done, Why
 from splitctl.host.supervisor import Supervisor
 from splitctl.outcome import WeightsTier
@@ -113,7 +115,7 @@ class Answer:
 
 async def soak(
     config: HostConfig, *, n_clients: int, seconds: float, n_long: int, n_short: int
-) -> tuple[list[Answer], dict[str, Any], list[str]]:
+) -> tuple[list[Answer], dict[str, Any], Counter[str], list[str]]:
     """Serve clients until the time is over; every answer that was begun is waited for.
 
     Args:
@@ -124,12 +126,14 @@ async def soak(
         n_short: of short ones.
 
     Returns:
-        The answers, the session's status at the end, and the lines of the log.
+        The answers, the policy's status at the end, how switches ended, and the lines of the log.
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_")}
     said: list[str] = []
     supervisor = Supervisor(config, env=env | {"GGML_NO_BACKTRACE": "1"}, log=said.append)
     await supervisor.start()
+    ended: Counter[str] = Counter()
+    watching = asyncio.create_task(_watch(supervisor, ended))
     passage = (await supervisor.tokenize({"text": _PASSAGE * 4})).tokens
     answers: list[Answer] = []
     started = time.monotonic()
@@ -149,9 +153,20 @@ async def soak(
         async with asyncio.TaskGroup() as group:
             for number in range(n_clients):
                 group.create_task(client(reads=number % 2 == 0))
-        return answers, supervisor.status(), said
+        events = supervisor.subscribe()
+        while supervisor.state is HostState.SWITCHING:
+            await anext(events)
+        return answers, supervisor.status()["policy"], ended, said
     finally:
         await supervisor.stop(save=False)
+        await watching
+
+
+async def _watch(supervisor: Supervisor, ended: Counter[str]) -> None:
+    """Count how switches end, and trials that are fallen back from."""
+    async for event in supervisor.subscribe():
+        if isinstance(event, SwitchEnded) or (isinstance(event, TrialEnded) and not event.outcome["confirmed"]):
+            ended[str(event.outcome["status"])] += 1
 
 
 def busy(answers: Sequence[Answer]) -> float:
@@ -181,7 +196,8 @@ def predicted(answers: Sequence[Answer], policy: PolicyConfig, n_clients: int) -
 
 def summary(
     answers: Sequence[Answer],
-    session: dict[str, Any],
+    status: dict[str, Any],
+    ended: Mapping[str, int],
     said: Sequence[str],
     gaps: Sequence[greedy_gaps.Gaps],
     max_wait_s: float,
@@ -189,7 +205,6 @@ def summary(
     """Put together what was seen."""
     faults = [f"an answer to {len(one.prompt)} tokens: {one.fault}" for one in answers if one.fault]
     faults += [f"a text: {one.fault}" for one in gaps if not one.is_right]
-    status, ended = session["policy"], session["switches"]["ended"]
     faults += [f"{n} switches ended as {name}" for name, n in ended.items() if name not in {"switched", "cancelled"}]
     if status["policy"] != "auto":
         return {"faults": [*faults, f"the policy is off: {status.get('fault')}"]}
@@ -203,7 +218,7 @@ def summary(
     return {
         "requests": len(answers),
         "tokens": sum(len(one.tokens) for one in answers),
-        "switches": ended,
+        "switches": dict(ended),
         "decisions": status["decisions"],
         "held": {"count": held["count"], "longest_s": round(held["longest_s"], 2), "bound_s": max_wait_s},
         "first_token_s": {
@@ -238,7 +253,7 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
     )
     bounds = {"min_stay_s": asked.min_stay, "max_wait_s": asked.max_wait}
     options = PolicyOptions(is_on=True, rates=asked.rates, bounds=bounds)
-    policy = policy_config(options, model, placement, library, (), WeightsTier.FILE, _say)
+    policy = policy_config(options, model, placement, library, (), asked.weights, _say)
     with tempfile.TemporaryDirectory() as folder:
         config = HostConfig(
             model=model,
@@ -246,17 +261,18 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
             placement=placement,
             name="soak",
             deadline_s=_DEADLINE_S,
+            weights=asked.weights,
             policy=policy,
             state_folder=Path(folder),
         )
         sizes = {"n_clients": asked.clients, "seconds": asked.seconds, "n_long": asked.long, "n_short": asked.short}
-        answers, session, said = asyncio.run(soak(config, **sizes))
+        answers, status, ended, said = asyncio.run(soak(config, **sizes))
     texts = [([*one.prompt, *one.tokens], len(one.prompt)) for one in answers if one.tokens and not one.fault]
     texts = texts[:: -(-len(texts) // asked.judge)] if texts and asked.judge else []
     gaps = greedy_gaps.measure(library, model, texts, devices, always_control=False) if texts else []
     seconds, word = busy(answers), predicted(answers, policy, asked.clients)
     return {
-        **summary(answers, session, said, gaps, policy.settings.max_wait_s),
+        **summary(answers, status, ended, said, gaps, policy.settings.max_wait_s),
         "profile": policy.source,
         "busy_s": round(seconds, 2),
         "predicted": word,
@@ -282,6 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--min-stay", type=float, default=2.0, help="least time between two switches, s (default: 2)")
     parser.add_argument("--judge", type=int, default=_MOST_JUDGED, help="most texts to judge (default: 24)")
     parser.add_argument("--threads", type=int, default=1, help="of a processor's devices (default: 1)")
+    parser.add_argument("--weights", type=WeightsTier, default=WeightsTier.FILE, help="tier (default: file)")
     parser.add_argument("--device", default="CPU,CPU", help="two devices (default: CPU,CPU)")
     parser.add_argument("--lib", type=Path, help="the libllama (default: the first usable one)")
     parser.add_argument("--model", type=Path, help="the GGUF (default: SmolLM2 in the user's cache)")

@@ -13,14 +13,12 @@ from tests.tool import run_tool
 from tools.greedy_gaps import Gaps
 from tools.soak_auto import Answer, busy, summary
 
-_SESSION = {
-    "policy": {
-        "policy": "auto",
-        "decisions": {"stay": 3, "switch": 1},
-        "waits": {"count": 2, "sum_s": 6.0, "longest_s": 4.0},
-    },
-    "switches": {"ended": {"switched": 1}},
+_STATUS = {
+    "policy": "auto",
+    "decisions": {"stay": 3, "switch": 1},
+    "waits": {"count": 2, "sum_s": 6.0, "longest_s": 4.0},
 }
+_ENDED = {"switched": 1}
 _SAID = ["loading", "policy: goes to tensor: 8 tokens to come", "policy: stays in layer: holds 1 prompt"]
 _RIGHT = Gaps(worst=0.1, at=3, n_other=1, n=60, control=5.0)
 
@@ -36,7 +34,7 @@ def test_time_counts_while_somebody_is_there() -> None:
 
 def test_a_soak_without_faults() -> None:
     """Waits within the bound, a line for each switch and right texts are no fault; figures are what was seen."""
-    found = summary([_answer(1.0, 4.0), _answer(8.0, 9.0)], _SESSION, _SAID, [_RIGHT], 4.0)
+    found = summary([_answer(1.0, 4.0), _answer(8.0, 9.0)], _STATUS, _ENDED, _SAID, [_RIGHT], 4.0)
     assert (found["faults"], found["switches"], found["tokens"]) == ([], {"switched": 1}, 4)
     assert found["first_token_s"]["reads"] == {"median": 1.0, "worst": 1.0}
 
@@ -47,15 +45,15 @@ def test_a_soak_without_faults() -> None:
         ({"max_wait_s": 2.0}, "held for 4.0 s, and 2 s is the bound"),
         ({"gaps": [Gaps(3.0, 0, 1, 60, 9.0)]}, "token 0 is 3.00 below"),
         ({"said": []}, "0 switches in the log"),
-        ({"session": _SESSION | {"switches": {"ended": {"fell_back": 2}}}}, "2 switches ended as fell_back"),
-        ({"session": _SESSION | {"policy": {"policy": "off", "fault": "ValueError"}}}, "the policy is off: ValueError"),
+        ({"ended": {"fell_back": 2}}, "2 switches ended as fell_back"),
+        ({"status": {"policy": "off", "fault": "ValueError"}}, "the policy is off: ValueError"),
         ({"answers": [_answer(1.0, 2.0, fault="it ended")]}, "it ended"),
     ],
 )
 def test_what_is_wrong_is_a_fault(more: dict[str, Any], fault: str) -> None:
     """Too long a wait, a wrong text, a switch that no line tells of or that fell back, and a policy that ended."""
-    usual = {"answers": [_answer(1.0, 2.0)], "session": _SESSION, "said": _SAID, "gaps": [_RIGHT], "max_wait_s": 4.0}
-    (found,) = summary(**usual | more)["faults"]
+    usual = {"answers": [_answer(1.0, 2.0)], "status": _STATUS, "ended": _ENDED, "said": _SAID, "gaps": [_RIGHT]}
+    (found,) = summary(**usual | {"max_wait_s": 4.0} | more)["faults"]
     assert fault in found
 
 
