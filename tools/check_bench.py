@@ -50,6 +50,8 @@ MAX_ERROR, MAX_REGRET = 0.15, 0.05
 MIN_PROMPT, MIN_ANSWER = 64, 32
 #: Neighbours among the points that are looked at differ by this factor.
 _STEP = 2**0.5
+#: Least context of the session [tokens].
+_ROOM = 8192
 #: Repetitions that time is planned for, and the most that are made.
 _ROUNDS, _MAX_ROUNDS = 3, 15
 #: The order in which the choices of a point need no switch between them, begun in layer mode.
@@ -295,16 +297,18 @@ def profile_of(
 def check(model: Path, kept: KeptProfile, library: Library, placement: Placement, given: argparse.Namespace) -> Any:
     """Compare one model; returns what was found as plain values."""
     profile = kept.profile
-    n_ctx = min(read_facts(model).n_ctx_train, given.ctx)
+    n_ctx_train = read_facts(model).n_ctx_train
+    n_ctx = min(n_ctx_train, given.ctx)
     found = list(candidates(profile, n_ctx))
     # All points once, rather than some of them several times.
     tried = [chosen(found, given.points, given.seconds / n) for n in range(_ROUNDS, 0, -1)]
     points = max(tried, key=len)
     if not points:
         raise SystemExit(f"no point can be run within {given.seconds:g} s: give more --seconds")
-    need = max(point.prompt + point.generate for point in points) + 8
+    # A context costs a switch its size: one such as people have, whatever the points need of it.
+    room = max(min(n_ctx_train, _ROOM), *(point.prompt + point.generate + 8 for point in points))
     placements = {
-        mode: placement.changed(mode=mode, n_ctx=need, n_ubatch=profile.of(mode).n_ubatch)
+        mode: placement.changed(mode=mode, n_ctx=room, n_ubatch=profile.of(mode).n_ubatch)
         for mode in (SplitMode.LAYER, SplitMode.TENSOR)
     }
     until = perf_counter() + given.seconds
