@@ -149,5 +149,6 @@ def way_of(profile: Profile, weights: WeightsTier) -> str:
     """Choose the way whose times count: beside where it was measured, as it goes there where it fits."""
     both = [set(profile.ways(mode, other_than(mode))) for mode in MODES]
     known = set.intersection(*both)
-    wanted = [Via.BESIDE.value, weights.value, WeightsTier.FILE.value]
+    tiers = (WeightsTier.RESIDENT, WeightsTier.PINNED) if weights is WeightsTier.AUTO else (weights,)
+    wanted = [Via.BESIDE.value, *(tier.value for tier in tiers), WeightsTier.FILE.value]
     return next((one for one in wanted if one in known), WeightsTier.FILE.value)

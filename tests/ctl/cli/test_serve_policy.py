@@ -9,9 +9,15 @@ from typing import Any
 
 import pytest
 
+from splitctl.cli import profiled
+from splitctl.cli.policy_options import PolicyOptions, policy_config
 from splitctl.control.client import Client, wait
 from splitctl.control.requests import EventsRequest
+from splitctl.ipc.profiles import Found, KeptProfile, ProfileKey, day_of
+from splitctl.outcome import WeightsTier
+from splitctl.placement import FlashAttn, Placement, SplitMode
 from tests.ctl.houses import GUARD_S, House, house, served, stub_arguments
+from tests.ctl.planning.profiles import MEASURED
 from tests.stublib import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.stub]
@@ -40,6 +46,24 @@ def test_without_numbers_it_says_how_to_measure(home: House, tmp_path: Path) -> 
     assert "--policy auto" in line
     assert f"splitctl bench -m {tmp_path / 'tiny.gguf'}" in line
     assert "--rates FILE" in line
+
+
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_the_kept_profile_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_stale: bool) -> None:
+    """Its times are the policy's, with its day and build as their source; one that is stale is used with a line."""
+    model = tmp_path / "tiny.gguf"
+    key = ProfileKey("m", "b", ("CPU",), None, ("f16", "f16"), offload_kqv=True, flash_attn=FlashAttn.ON)
+    kept = KeptProfile(key, MEASURED, 1.7e9, "2026.10", "", model, "tiny", "1")
+    found = Found(None, "the profile is stale; measure again", kept) if is_stale else Found(kept)
+    monkeypatch.setattr(profiled, "find_profile", lambda *_: found)
+    said: list[str] = []
+    options = PolicyOptions(is_on=True, rates=None, bounds={"max_wait_s": 3.0})
+    config = policy_config(options, model, Placement(), None, (), WeightsTier.FILE, said.append)
+    assert config.costs is not None
+    assert config.costs.read_s(SplitMode.LAYER, 2048, 0) == MEASURED.of(SplitMode.LAYER).read_s(2048)
+    assert config.source == day_of(kept)
+    assert config.settings.max_wait_s == 3.0
+    assert said == ["policy: the profile is stale; measure again; until then that profile is used"] * is_stale
 
 
 def test_rates_are_for_a_policy(home: House, tmp_path: Path) -> None:
