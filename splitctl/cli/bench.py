@@ -28,6 +28,7 @@ from splitctl.cli.options import (
 )
 from splitctl.cli.output import EXIT_OF_FAULT, ExitCode, Screen
 from splitctl.cli.profiled import find_profile, profile_json, source_line
+from splitctl.host.timing import switches_beside
 from splitctl.ipc.benching import Bencher, Benching, BenchReport
 from splitctl.ipc.jobs import Progress
 from splitctl.ipc.probes import DEADLINE_S
@@ -242,7 +243,10 @@ def _run(what: Benching, screen: Screen) -> BenchReport:
             screen.progress(event)
 
     with Interrupts() as interrupts:
-        return Bencher(os.environ, progress, screen.library_output, lambda: interrupts.count > 0)(what)
+        bencher = Bencher(
+            os.environ, progress, screen.library_output, lambda: interrupts.count > 0, beside=switches_beside
+        )
+        return bencher(what)
 
 
 def _finish(

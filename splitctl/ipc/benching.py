@@ -12,20 +12,17 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from splitctl.errors import Cancelled, DeadlineExceeded, SplitctlError, WorkerLost
+from splitctl.errors import Cancelled, SplitctlError
 from splitctl.ipc.jobs import BenchRequest, Failure, Fault, Progress
-from splitctl.ipc.orders import ORDERS, Close, Failed, Measure, Measured, Opened, Timed
-from splitctl.ipc.process import WorkerProcess
-from splitctl.ipc.wire import to_line
-from splitctl.last_words import telling_line
+from splitctl.ipc.orders import Timed
+from splitctl.ipc.timed_child import Child, ChildFailed
 from splitctl.model.facts import ModelFacts
 from splitctl.outcome import StageTimes, SwitchStatus, Via, WeightsTier
 from splitctl.placement import FlashAttn, Placement, SplitMode
@@ -113,101 +110,6 @@ class BenchReport:
     seconds: float = 0.0
 
 
-class ChildFailed(SplitctlError):
-    """A child could not open its session, did not do what it was asked to, or died; the text says why."""
-
-    def __init__(self, why: str, failure: Failure | None = None) -> None:
-        super().__init__(why)
-        self.failure = failure
-
-
-class _Child:
-    """One session in a process of its own.
-
-    Lifetime: a context manager. Thread: one.
-    """
-
-    def __init__(self, request: BenchRequest, bencher: Bencher, deadline_s: float) -> None:
-        """Start the process and wait until its session is open; raises as `measure`."""
-        started = time.monotonic()
-        self._worker = WorkerProcess(request, env=bencher.env, on_output=bencher.on_output)
-        self._events = self._worker.events(deadline_s=deadline_s, is_cancelled=bencher.is_cancelled)
-        self._n_orders = 0
-        self._is_over = False
-        try:
-            opened = self._wait(lambda _: None)
-        except BaseException:
-            self._worker.close()
-            raise
-        if not isinstance(opened, Opened):
-            raise ChildFailed("it did not open a session")
-        self.placement = opened.placement
-        self.open_s = time.monotonic() - started
-        self.place_s = opened.load_ms / 1e3
-
-    def measure(self, on_timed: Callable[[Timed], None], **what: Any) -> Mapping[str, Any] | None:
-        """Have something timed.
-
-        Args:
-            on_timed: takes each time as it comes.
-            what: fields of a Measure.
-
-        Returns:
-            The outcome of the switch; None without one.
-
-        Raises:
-            ChildFailed: it could not be done, or the child died of it.
-            Cancelled: the bench is to end.
-        """
-        self._n_orders += 1
-        self._worker.expect(anything=True)
-        self._worker.send_line(to_line(Measure(self._n_orders, **what), ORDERS))
-        done = self._wait(on_timed)
-        return done.outcome if isinstance(done, Measured) else None
-
-    def _wait(self, on_timed: Callable[[Timed], None]) -> Opened | Measured:
-        try:
-            for event in self._events:
-                match event:
-                    case Timed():
-                        on_timed(event)
-                    case Opened() | Measured():
-                        self._worker.expect(anything=False)
-                        return event
-                    case Failed(_, fault, name, message) | Failure(fault, name, message):
-                        if fault is Fault.CANCELLED:
-                            raise Cancelled("the bench")
-                        raise ChildFailed(message, Failure(fault, name, message))
-        except WorkerLost as lost:
-            said = telling_line(lost.log_tail)
-            raise ChildFailed(f"its process {lost.how}{f': {said}' if said else ''}") from lost
-        except DeadlineExceeded as lost:
-            raise ChildFailed(f"it hangs: {lost}") from lost
-        raise ChildFailed("its process said nothing more")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.end(is_well=error is None)
-
-    def end(self, *, is_well: bool) -> None:
-        """End the process: politely where all is well; a second call does nothing."""
-        if self._is_over:
-            return
-        self._is_over = True
-        if is_well:
-            self._worker.send_line(to_line(Close(), ORDERS))
-            self._worker.expect(anything=True)
-            with suppress(SplitctlError):
-                for _ in self._events:
-                    pass
-        self._worker.kill()
-        self._worker.close()
-
-
 @dataclass(slots=True)
 class _Times:
     """What was timed, by what it was: seconds of each repetition."""
@@ -232,7 +134,7 @@ class _Times:
 class _Switches:
     """Outcomes of switches, and the steps after them, by direction, whether it was the first, and tokens held."""
 
-    tier: WeightsTier
+    way: str
     outcomes: dict[tuple[SplitMode, SplitMode, bool, int], list[Mapping[str, Any]]] = field(default_factory=dict)
     steps: dict[tuple[SplitMode, int], list[float]] = field(default_factory=dict)
 
@@ -246,7 +148,7 @@ class _Switches:
             pauses = [(one["total_ms"] if one["pause_ms"] is None else one["pause_ms"]) / 1e3 for one in found]
             stages = {one.name: _middle(out["stages_ms"][one.name] for out in found) for one in fields(StageTimes)}
             yield SwitchTime(
-                before, after, self.tier.value, is_first, n_held,
+                before, after, self.way, is_first, n_held,
                 pause=Spread.of(pauses),
                 total=Spread.of([one["total_ms"] / 1e3 for one in found]),
                 stages_ms=StageTimes(**stages),
@@ -257,7 +159,7 @@ class _Switches:
         """Tell what a token takes more than with weights from the file; 0 where timings differ by as much."""
         mine = self.steps.get((mode, n_held), [])
         theirs = plain.steps.get((mode, n_held), []) if plain is not None else []
-        if not mine or not theirs or self.tier is not WeightsTier.PINNED:
+        if not mine or not theirs or self.way != WeightsTier.PINNED.value:
             return 0.0
         more = median(mine) - median(theirs)
         return more * 1e3 if min(mine) > max(theirs) else 0.0
@@ -272,12 +174,14 @@ class Bencher:
         on_progress: called with what is being done, its share, and the time left as its note.
         on_output: called with every line that a child or the library prints.
         is_cancelled: asked all the while.
+        beside: hosts a session and switches it beside, as `host.timing.switches_beside`; None: that is not measured.
     """
 
     env: Mapping[str, str] = field(repr=False)
     on_progress: Callable[[Progress], None] = lambda _: None
     on_output: Callable[[str], None] = lambda _: None
     is_cancelled: Callable[[], bool] = lambda: False
+    beside: Callable[..., None] | None = None
 
     def __call__(self, what: Benching) -> BenchReport:
         """Measure as much as the time allows; raises OSError where no child can be started."""
@@ -312,12 +216,12 @@ class _Run:
                 plan = self._schedule()
                 self._rounds(plan, children, stack)
             self._switch(plan)
+            self._switch_beside(plan)
         except Cancelled:
             report.is_cancelled = True
         modes = [mode for cell, times in self._times.items() if (mode := times.mode(cell)) is not None]
-        plain = next((one for one in self._switches if one.tier is WeightsTier.FILE), None)
+        plain = next((one for one in self._switches if one.way == WeightsTier.FILE.value), None)
         if modes:
-            self._left_out.append(LeftOut(Via.BESIDE.value, "bench does not host a session: switch one and see"))
             switches = tuple(itertools.chain.from_iterable(one.times(plain) for one in self._switches))
             report.profile = Profile(tuple(modes), switches, tuple(self._left_out))
         report.seconds = time.monotonic() - self._started
@@ -325,9 +229,9 @@ class _Run:
 
     # ---- first numbers ----
 
-    def _look(self, stack: ExitStack) -> dict[Cell, _Child]:
+    def _look(self, stack: ExitStack) -> dict[Cell, Child]:
         """Open every mode and take first numbers; what stays open is given, and closed by `stack`."""
-        what, kept = self._what, dict[Cell, _Child]()
+        what, kept = self._what, dict[Cell, Child]()
         for mode in what.modes:
             cell = (mode, what.n_ubatches[0])
             self._tell(f"a first look at {mode.value} mode", 0.0, self._left_s())
@@ -342,14 +246,14 @@ class _Run:
             self._report.failure = self._failure or failure
         return kept if self._stays else {}
 
-    def _open_first(self, cell: Cell, stack: ExitStack, kept: dict[Cell, _Child]) -> None:
+    def _open_first(self, cell: Cell, stack: ExitStack, kept: dict[Cell, Child]) -> None:
         child = self._child(cell, stack)
         self._first_numbers(cell[0], child)
         kept[cell] = child
         if child.placement.flash_attn is FlashAttn.OFF or self._report.flash_attn is FlashAttn.AUTO:
             self._report.flash_attn = child.placement.flash_attn
 
-    def _first_numbers(self, mode: SplitMode, child: _Child) -> None:
+    def _first_numbers(self, mode: SplitMode, child: Child) -> None:
         first = _Times()
         n_short = min(SHORT, child.placement.n_batch)
         child.measure(first.take, reads=(n_short,), n_seqs=(1,), n_steps=2)
@@ -371,7 +275,7 @@ class _Run:
             else:
                 fitting.append(n_ubatch)
         has_both = all(mode in self._looks for mode in _PAIR)
-        self._tiers = [one for one in what.tiers if has_both and self._tier_fits(one)]
+        self._tiers = [one for one in what.tiers if has_both and self._way_fits(one.value)]
         wish = Wish(
             n_batch=what.placement.n_batch,
             room=what.room,
@@ -388,17 +292,17 @@ class _Run:
         self._planned_s += replace(plan, rounds=what.rounds).rounds_s(self._looks, reopened=not self._stays)
         return plan
 
-    def _tier_fits(self, tier: WeightsTier) -> bool:
+    def _way_fits(self, way: str) -> bool:
         what = self._what
         before, after = (what.placed((mode, what.n_ubatches[0])) for mode in _PAIR)
-        plans = {one.name: one for one in Known(what.facts, what.devices).tiers(before, after)}
-        if not plans[tier.value].fits:
-            self._left_out.append(LeftOut(tier.value, plans[tier.value].reason))
-        return plans[tier.value].fits
+        plan = next(one for one in Known(what.facts, what.devices).tiers(before, after) if one.name == way)
+        if not plan.fits:
+            self._left_out.append(LeftOut(way, plan.reason))
+        return plan.fits
 
     # ---- rounds ----
 
-    def _rounds(self, plan: Schedule, children: dict[Cell, _Child], stack: ExitStack) -> None:
+    def _rounds(self, plan: Schedule, children: dict[Cell, Child], stack: ExitStack) -> None:
         """Go over every cell, as often as the time allows: once in any case."""
         cells = [(mode, n_ubatch) for mode in self._looks for n_ubatch in plan.n_ubatches]
         dead: set[Cell] = set()
@@ -419,11 +323,11 @@ class _Run:
                 self._done_s += plan.round_s(self._looks[cell[0]])
             longest_s = max(longest_s, time.monotonic() - began)
 
-    def _turn(self, plan: Schedule, cell: Cell, children: dict[Cell, _Child], stack: ExitStack) -> bool:
+    def _turn(self, plan: Schedule, cell: Cell, children: dict[Cell, Child], stack: ExitStack) -> bool:
         """Measure one cell once; tells whether it lives on."""
         times = self._times.setdefault(cell, _Times())
 
-        def measure(child: _Child) -> None:
+        def measure(child: Child) -> None:
             child.measure(
                 times.take, reads=plan.lengths, n_seqs=plan.n_seqs, depths=plan.depths, chunk=plan.chunk,
                 n_steps=plan.n_steps,
@@ -460,7 +364,7 @@ class _Run:
             if self._left_s() < longest_s or (tier.value not in plan.tiers and not longest_s):
                 self._left_out.append(LeftOut(tier.value, _NO_TIME))
                 continue
-            found = _Switches(tier)
+            found = _Switches(tier.value)
             self._switches.append(found)
             for begins in _PAIR:
                 self._tell(f"switches from {begins.value} mode, weights from {tier.value}", *self._share())
@@ -469,12 +373,46 @@ class _Run:
                 self._done_s += plan.switches_s(self._looks) / max(len(plan.tiers), 1) / 2
             longest_s = max(longest_s, time.monotonic() - began)
 
+    def _switch_beside(self, plan: Schedule) -> None:
+        """Have a hosted session switched beside, last of all and where the time is left."""
+        beside, way = self._bencher.beside, Via.BESIDE.value
+        if beside is None or not all(mode in self._looks for mode in _PAIR):
+            return
+        # Every switch opens a session anew, and reads nothing.
+        n_switches = 2 + 2 * len(plan.held)
+        each_s = max(self._looks[mode].open_s + self._looks[mode].place_s for mode in _PAIR)
+        reading_s = 2 * plan.held[-1] * max(self._looks[mode].token_s for mode in _PAIR)
+        if not self._way_fits(way):
+            return
+        if self._left_s() < (1 + n_switches) * each_s + reading_s:
+            self._left_out.append(LeftOut(way, _NO_TIME))
+            return
+        self._tell("switches beside, of a session that is served", *self._share())
+        found = _Switches(way)
+        self._switches.append(found)
+
+        def take(before: SplitMode, after: SplitMode, outcome: Mapping[str, Any]) -> None:
+            if outcome["status"] != SwitchStatus.SWITCHED.value:
+                raise ChildFailed(f"a switch to {after.value} mode: {outcome['reason']}")
+            key = (before, after, not found.outcomes, outcome["n_tokens"])
+            found.outcomes.setdefault(key, []).append(outcome)
+
+        def work() -> None:
+            try:
+                beside(self._what, plan.held, take, env=self._bencher.env, is_cancelled=self._bencher.is_cancelled)
+            except (Cancelled, ChildFailed):
+                raise
+            except (SplitctlError, OSError) as error:
+                raise ChildFailed(str(error)) from error
+
+        self._taken(way, work)
+
     def _from(self, begins: SplitMode, found: _Switches, plan: Schedule) -> None:
         """Switch in a session that begins in a mode: the first time, and from layer mode there and back again."""
         there = (begins, next(mode for mode in _PAIR if mode is not begins))
         back, small = there[::-1], plan.held[0]
         with ExitStack() as own:
-            child = self._child((begins, self._what.n_ubatches[0]), own, found.tier)
+            child = self._child((begins, self._what.n_ubatches[0]), own, WeightsTier(found.way))
             self._there(child, found, there, small, plan, is_first=True)
             if begins is not SplitMode.LAYER:
                 return
@@ -484,7 +422,7 @@ class _Run:
                 self._there(child, found, back, n_held, plan)
 
     def _there(
-        self, child: _Child, found: _Switches, way: tuple[SplitMode, SplitMode], n_held: int, plan: Schedule,
+        self, child: Child, found: _Switches, way: tuple[SplitMode, SplitMode], n_held: int, plan: Schedule,
         *, is_first: bool = False,
     ) -> None:  # fmt: skip
         """Switch one way."""
@@ -496,16 +434,21 @@ class _Run:
         )
         if outcome is None or outcome["status"] != SwitchStatus.SWITCHED.value:
             raise ChildFailed(f"a switch to {after.value} mode: {outcome['reason'] if outcome else 'no outcome'}")
-        if outcome["weights"] != found.tier.value:
+        if outcome["weights"] != found.way:
             raise ChildFailed(f"weights came from {outcome['weights']}: {outcome['weights_reason']}")
         found.outcomes.setdefault((before, after, is_first, n_held), []).append(outcome)
 
     # ---- children ----
 
-    def _child(self, cell: Cell, stack: ExitStack, tier: WeightsTier = WeightsTier.FILE) -> _Child:
+    def _child(self, cell: Cell, stack: ExitStack, tier: WeightsTier = WeightsTier.FILE) -> Child:
         what = self._what
         request = BenchRequest(what.model, what.library, what.placed(cell), what.rpc, tier)
-        return stack.enter_context(_Child(request, self._bencher, what.deadline_s))
+        bencher = self._bencher
+        child = Child(
+            request, env=bencher.env, on_output=bencher.on_output, is_cancelled=bencher.is_cancelled,
+            deadline_s=what.deadline_s,
+        )  # fmt: skip
+        return stack.enter_context(child)
 
     def _taken(self, what: str, work: Callable[[], None]) -> bool:
         """Do some work of a child; tells whether it was done. Why it was not is noted."""

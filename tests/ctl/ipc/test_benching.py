@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
 
-from splitctl.errors import Cancelled
+from splitctl.errors import Cancelled, Reason, Refused, WorkerLost
 from splitctl.ipc import benching
-from splitctl.ipc.benching import Bencher, Benching, BenchReport, ChildFailed
+from splitctl.ipc.benching import Bencher, Benching, BenchReport
 from splitctl.ipc.jobs import BenchRequest, Failure, Fault
 from splitctl.ipc.orders import Timed
+from splitctl.ipc.timed_child import ChildFailed
 from splitctl.model.facts import read_facts
-from splitctl.outcome import WeightsTier
+from splitctl.outcome import StageTimes, WeightsTier
 from splitctl.placement import FlashAttn, Placement, SplitMode
 from splitctl.planning.memory import DeviceFacts
 from splitctl.planning.profile import Profile
@@ -70,7 +72,7 @@ class _Machine:
     def monotonic(self) -> float:
         return self.now
 
-    def __call__(self, request: BenchRequest, _bencher: Bencher, _deadline_s: float) -> _Played:
+    def __call__(self, request: BenchRequest, **_: object) -> _Played:
         return _Played(self, request)
 
 
@@ -108,9 +110,7 @@ class _Played:
             return None
         more = machine.more_s.get(self._request.weights, 0.0)
         timed(1, what["n_held"], machine.step_s + more, is_read=False)
-        stages = dict.fromkeys(
-            ("quiescing", "checking", "saving", "sealing", "freeing", "building", "restoring", "proving"), 1.0
-        )
+        stages = dict.fromkeys((one.name for one in fields(StageTimes)), 1.0)
         return {
             "status": "switched",
             "reason": "",
@@ -136,7 +136,7 @@ class _Played:
 @contextmanager
 def _played(machine: _Machine) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(benching, "_Child", machine)
+        patch.setattr(benching, "Child", machine)
         patch.setattr(benching, "time", machine)
         yield
     assert machine.alive == []
@@ -287,7 +287,51 @@ def test_a_tier_that_is_not_had_is_left_out() -> None:
     report = _run(machine, tiers=(WeightsTier.FILE, WeightsTier.PINNED, WeightsTier.RESIDENT))
     assert _why(report, "pinned") == "weights came from file: the copy was refused"
     assert {one.way for one in _profile(report).switches} == {"file", "resident"}
-    assert "does not host a session" in _why(report, "beside")
+
+
+def test_switches_beside_come_last() -> None:
+    """A hosted session is switched where both fit and the time is left; its first switch counts by itself."""
+    machine, asked = _Machine(), []
+
+    def beside(what: Benching, held: Sequence[int], take: Callable[..., None], **_: object) -> None:
+        asked.append((what, held, list(machine.alive)))
+        for n in (held[0], *held):
+            for way in (_BOTH, _BOTH[::-1]):
+                outcome = {"status": "switched", "n_tokens": n + 2, "total_ms": 2000.0, "pause_ms": 50.0}
+                stages = dict.fromkeys(one.name for one in fields(StageTimes))
+                take(*way, {**outcome, "stages_ms": stages})
+
+    with _played(machine):
+        report = Bencher({}, beside=beside)(_what())
+    assert [(one[1], one[2]) for one in asked] == [((256, 2048), [])]
+    found = [one for one in _profile(report).switches if one.way == "beside"]
+    assert {(one.n_tokens, one.is_first) for one in found} == {(258, True), (258, False), (2050, False)}
+    assert _profile(report).switch(*_BOTH, "beside", 258) == (0.05, 0.0)
+    with _played(machine):
+        short = Bencher({}, beside=beside)(_what(budget_s=20.0))
+    assert "no time was left" in _why(short, "beside")
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (Refused((Reason("x", "it does not fit"),)), "it does not fit"),
+        (WorkerLost(1, "died by signal 6 (SIGABRT)", ()), "SIGABRT"),
+        (OSError("no memory file"), "no memory file"),
+    ],
+)
+def test_a_switch_beside_that_fails_is_left_out(error: Exception, said: str) -> None:
+    """Whatever goes wrong with a hosted session costs its own switches alone."""
+
+    def beside(*_: object, **__: object) -> None:
+        raise error
+
+    machine = _Machine()
+    with _played(machine):
+        report = Bencher({}, beside=beside)(_what())
+    assert said in _why(report, "beside")
+    assert _profile(report).ways(*_BOTH) == ("file",)
 
 
 def test_what_pinned_weights_add_to_a_token_is_measured() -> None:

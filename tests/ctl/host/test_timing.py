@@ -1,0 +1,44 @@
+"""Switches beside, timed for `bench` in a session of real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from splitctl.errors import Cancelled
+from splitctl.host.timing import switches_beside
+from splitctl.ipc.benching import Benching
+from splitctl.model.facts import read_facts
+from splitctl.placement import SplitMode
+from tests.ctl.hosting import LAYER, environment
+from tests.stublib import build, needs_compiler, write_model
+
+pytestmark = [needs_compiler, pytest.mark.stub]
+
+
+def _what(folder: Path) -> Benching:
+    model = write_model(folder / "tiny.gguf")
+    return Benching(
+        model=model, facts=read_facts(model), library=build(), rpc=(), devices=(), placement=LAYER,
+        modes=(SplitMode.LAYER, SplitMode.TENSOR), n_ubatches=(64,), n_seqs=(1,), tiers=(), budget_s=60.0, rounds=1,
+        deadline_s=30.0,
+    )  # fmt: skip
+
+
+def test_a_session_goes_there_and_back_until_it_is_cancelled(tmp_path: Path) -> None:
+    """Each switch goes beside and is told with its pause and what the session held; a cancel leaves no process."""
+    found: list[tuple[SplitMode, SplitMode, Mapping[str, Any]]] = []
+    with pytest.raises(Cancelled):
+        switches_beside(
+            _what(tmp_path), (16,), lambda *one: found.append(one), env=environment(tmp_path),
+            is_cancelled=lambda: len(found) > 1,
+        )  # fmt: skip
+    layer, tensor = SplitMode.LAYER, SplitMode.TENSOR
+    assert [one[:2] for one in found] == [(layer, tensor), (tensor, layer)]
+    assert {(one["status"], one["via"]) for *_, one in found} == {("switched", "beside")}
+    assert all(0 < one["pause_ms"] < one["total_ms"] and one["n_tokens"] >= 16 for *_, one in found)
+    assert psutil.Process().children() == []
