@@ -193,6 +193,7 @@ class Incoming:
         held = {seq_id: last for seq_id, (_first, last) in live.positions().items() if last >= 0}
         if held != wanted:
             raise StateUnsound(f"after the restore the library holds last positions {held}, wanted {wanted}")
+        self._held.clear()
         return late
 
     def drop(self) -> None:
@@ -203,7 +204,9 @@ class Incoming:
 
     def unlike(self, segments: Sequence[Segment]) -> str:
         """Read sequences back; says what differs, "" for nothing."""
-        _, view = self._live.arenas.writable(max((one.n_bytes for one in segments), default=0))
+        if not segments:
+            return ""
+        _, view = self._live.arenas.writable(max(one.n_bytes for one in segments))
         for one in segments:
             if not self._reads_back(one, view[: one.n_bytes]):
                 return f"the restored state of sequence {one.seq_id} does not read back byte for byte"
