@@ -443,6 +443,38 @@ def test_a_switch_by_hand_is_told_to_the_policy(tmp_path: Path) -> None:
     play(tmp_path, script)
 
 
+def test_a_person_is_not_overruled_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its numbers the real policy would go back at once; within its least stay it orders no switch."""
+    monkeypatch.setattr(auto, "Policy", Policy)
+
+    async def script(scene: Scene, policy: Wishes) -> None:
+        del policy
+        asked = scene.switch()
+        scene.link.report(Switched((await scene.order(Switch)).order, moved(TENSOR)))
+        await asked
+        await ask(scene.supervisor, request_of([1] * 20, 1000))
+        scene.link.read(1)
+        scene.link.draw(1, A, B)
+        assert sum(isinstance(one, Switch) for one in scene.link.sent) == 1
+        numbers = scene.supervisor.status()["policy"]["numbers"]
+        assert numbers["n_to_come"] >= 64
+        assert scene.supervisor.status()["policy"]["decision"].startswith("stays in tensor")
+
+    async def without_a_person(scene: Scene, policy: Wishes) -> None:
+        del policy
+        await ask(scene.supervisor, request_of([1] * 20, 1000))
+        assert (await scene.order(Switch)).target == LAYER
+
+    rates = parse_rates(
+        '{"switch_s": 0.1, "modes": {"layer": {"prompt_tps": 1000, "generate_tps": 100},'
+        ' "tensor": {"prompt_tps": 10, "generate_tps": 1}}}'
+    )
+    numbers = PolicyConfig(costs_of_rates(rates), "", Settings(min_stay_s=600.0))
+    Wishes.last = Wishes(None, Settings())
+    play(tmp_path, script, policy=numbers)
+    play(tmp_path, without_a_person, policy=numbers, placement=TENSOR)
+
+
 def test_a_mode_that_nobody_measured_is_left_alone(tmp_path: Path) -> None:
     """A session that a person put into another mode stays there, and the status says why."""
 
