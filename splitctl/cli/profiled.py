@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from splitctl.cli.options import Command, library_option, placement_options, rpc_option
-from splitctl.ipc.reserving import Reserver
 from splitctl.model.facts import read_facts
 from splitctl.placement import Placement
 
@@ -47,6 +46,7 @@ def find_profile(model: Path, placement: Placement, library: Path | None, rpc: t
         SplitctlError: the model's file or the library cannot be used.
     """
     from splitctl.ipc.profiles import Found, ProfileKey, look_up  # noqa: PLC0415 - numpy, which --help does without
+    from splitctl.ipc.reserving import Reserver  # noqa: PLC0415 - as above
 
     facts = read_facts(model)
     told = Reserver(model, library, os.environ, rpc)(placement).library
