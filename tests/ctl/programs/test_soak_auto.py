@@ -65,7 +65,7 @@ def test_a_real_session_switches_by_itself(smollm2: Path, tmp_path: Path) -> Non
     rates = tmp_path / "rates.json"
     modes = {"layer": {"prompt_tps": 400, "generate_tps": 8}, "tensor": {"prompt_tps": 40, "generate_tps": 80}}
     rates.write_text(json.dumps({"switch_s": 0.3, "modes": modes}), encoding="ascii")
-    size = ("--clients", "2", "--seconds", "0", "--long", "64", "--short", "8", "--min-stay", "0")
+    size = ("--clients", "2", "--seconds", "0", "--long", "32", "--short", "6", "--min-stay", "0")
     done = run_tool("soak_auto", "--json", *size, "--rates", rates, "--lib", library_of(NEWEST), "--model", smollm2)
     print(done.stderr)
     result: dict[str, Any] = json.loads(done.stdout)
