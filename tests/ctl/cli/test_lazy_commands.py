@@ -21,7 +21,7 @@ def test_a_line_of_the_list_is_the_first_of_the_commands_help(name: str) -> None
 
 
 #: What it takes to plan, to measure and to read states is what their flags are made of.
-_HEAVY = {"plan", "verify", "state"}
+_HEAVY = {"bench", "plan", "verify", "state"}
 
 
 @pytest.mark.parametrize("argument", ["--version", *sorted(COMMANDS.keys() - _HEAVY)])
