@@ -198,13 +198,16 @@ class _Telling:
         screen.end_bars()
         if screen.as_json:
             screen.answer({**body, "exit_code": int(code)})
-        elif self.as_csv:
+            return code
+        for one in cuts:
+            screen.line(f"cut for want of time: {one}")
+        if self.as_csv:
             screen.answer({}, csv_of(profile).rstrip("\n"))
         elif self.as_md:
             screen.answer({}, markdown_of(profile), "", f"{sentence}.")
         else:
             print_tables(profile)
-            screen.answer({}, *(f"cut for want of time: {one}" for one in cuts), sentence)
+            screen.answer({}, sentence)
         return code
 
     def _drawn(self, kept: KeptProfile, n_ctx: int) -> ExitCode:

@@ -307,7 +307,12 @@ class _Run:
         cells = [(mode, n_ubatch) for mode in self._looks for n_ubatch in plan.n_ubatches]
         dead: set[Cell] = set()
         longest_s, reserved_s = 0.0, plan.switches_s(self._looks)
+        # More rounds than were planned have the time that every way of a switch leaves.
+        all_ways = replace(plan, tiers=tuple(one.value for one in self._tiers))
         for number in range(self._what.rounds):
+            if number == plan.rounds:
+                has_beside = self._bencher.beside is not None and all(mode in self._looks for mode in _PAIR)
+                reserved_s = all_ways.switches_s(self._looks) + (plan.beside_s(self._looks) if has_beside else 0.0)
             if number and self._left_s() < longest_s + reserved_s:
                 self._report.cuts += (f"repetitions: {number}, not {self._what.rounds}",)
                 self._planned_s = self._done_s + reserved_s
@@ -378,13 +383,9 @@ class _Run:
         beside, way = self._bencher.beside, Via.BESIDE.value
         if beside is None or not all(mode in self._looks for mode in _PAIR):
             return
-        # Every switch opens a session anew, and reads nothing.
-        n_switches = 2 + 2 * len(plan.held)
-        each_s = max(self._looks[mode].open_s + self._looks[mode].place_s for mode in _PAIR)
-        reading_s = 2 * plan.held[-1] * max(self._looks[mode].token_s for mode in _PAIR)
         if not self._way_fits(way):
             return
-        if self._left_s() < (1 + n_switches) * each_s + reading_s:
+        if self._left_s() < plan.beside_s(self._looks):
             self._left_out.append(LeftOut(way, _NO_TIME))
             return
         self._tell("switches beside, of a session that is served", *self._share())

@@ -129,6 +129,12 @@ class Schedule:
         reading = (sum(self.held) + self.held[0]) * worst.token_s
         return _SLOWER * len(self.tiers) * (2 * worst.open_s + n_switches * one + reading)
 
+    def beside_s(self, looks: Mapping[SplitMode, Look]) -> float:
+        """Tell how long switches beside take, seconds: each of them opens a session anew, and reads nothing."""
+        n_opened = 1 + 2 * (1 + len(self.held))
+        each_s = max(one.open_s + one.place_s for one in looks.values())
+        return _SLOWER * (n_opened * each_s + 2 * self.held[-1] * max(one.token_s for one in looks.values()))
+
 
 def schedule(wish: Wish, looks: Mapping[SplitMode, Look], left_s: float, *, reopened: bool = False) -> Schedule:
     """Choose what to measure in the time that is left, seconds; see `Schedule.rounds_s` for the other arguments."""

@@ -102,7 +102,7 @@ def test_a_profile_is_told_and_kept(place: _Place, capsys: pytest.CaptureFixture
     out, err = capsys.readouterr()
     for words in ("prompts", "generation", "switches", "not measured", "nobody | tried", "800.0"):
         assert words in out
-    assert "cut for want of time: repetitions: 2, not 5" in out
+    assert "cut for want of time: repetitions: 2, not 5" in err
     assert out.splitlines()[-1] == "it depends"
     (path,) = place.kept
     assert err.splitlines()[-1] == f"kept in {path}"

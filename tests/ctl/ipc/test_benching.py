@@ -357,6 +357,21 @@ def test_time_that_runs_out_ends_the_rounds() -> None:
     assert _profile(report).ways(*_BOTH) == ("file",)
 
 
+def test_time_that_is_left_makes_more_rounds() -> None:
+    """A machine that turns out faster than its first look is measured as often as was wished, in every way."""
+    slow_at_first = _Machine(token_s=0.01)
+
+    def fails(_request: BenchRequest, what: Mapping[str, Any] | None) -> None:
+        if what is not None and "depths" in what:
+            slow_at_first.token_s = 0.0001
+
+    slow_at_first.fails = fails
+    report = _run(slow_at_first, budget_s=150.0, rounds=6, tiers=(WeightsTier.FILE, WeightsTier.PINNED))
+    assert not any(one.startswith("repetitions") for one in report.cuts)
+    assert _profile(report).of(SplitMode.LAYER).reads[0].seconds.n == 6
+    assert _profile(report).ways(*_BOTH) == ("file", "pinned")
+
+
 def test_a_cancel_keeps_what_was_timed() -> None:
     """What was measured before a cancel is told, and marked as not whole."""
     machine = _Machine()
