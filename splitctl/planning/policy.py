@@ -31,7 +31,7 @@ _N_SHAPES, _EVERY = 16, 4
 #: saved by a switch out of the mode that would have been best; and the share of what is lost beyond that is asked more.
 _REMEMBERED, _ALLOWED, _STRICTER = 20.0, 1.0, 1.0
 #: Most pauses that regret counts for.
-_MOST_REGRET = 3.0
+_MOST_REGRET = 5.0
 #: What tells how fast a mode is: tokens of a prompt, depth of a step.
 _PROMPT, _DEPTH = 2048, 1024
 #: While the mode is the slower one for what is done: share of a pause that regret grows by until it is looked at again;
@@ -277,9 +277,9 @@ class Policy:
                 return Decision(other_than(mode), frozenset(), None, sentence, numbers)
         now = stays[2]
         until = min(now.until - floor.at, self._until_regret(floor, plans, pause))
-        sentence = reasons.staying(plans, floor, now, more, stays[0], goes[0] if goes else math.inf)
-        if goes is None and stays[1].kind is Kind.BE and stays[1].mode is not mode:
-            sentence = self._why_not(floor)
+        said = reasons.staying(plans, floor, now, more, stays[0], goes[0] if goes else math.inf)
+        is_kept = goes is None and stays[1].kind is Kind.BE and stays[1].mode is not mode
+        sentence = self._why_not(floor) if is_kept or not said else said
         return Decision(mode, now.held, max(until, _SOONEST_S) if math.isfinite(until) else None, sentence, numbers)
 
     def _decide_empty(self, floor: Floor, plans: Plans) -> Decision:

@@ -29,7 +29,7 @@ def going(plans: Plans, floor: Floor, plan: Plan, pause: float, regret: float) -
 
 
 def staying(plans: Plans, floor: Floor, now: Next, more: float, stay_s: float, go_s: float) -> str:
-    """Say why to stay.
+    """Say why to stay; "" where nothing but a bound is in the way.
 
     Args:
         plans: what is possible.
@@ -67,14 +67,14 @@ def staying(plans: Plans, floor: Floor, now: Next, more: float, stay_s: float, g
         return f"{start}{what} {short:,} tokens short of paying"
     if go_s < math.inf:
         return f"{start}all that is known takes {_s(stay_s)} from here, and {_s(go_s)} with a switch now"
-    return f"{start}all that is known takes {_s(stay_s)} from here"
+    return ""
 
 
 def _short(cost: float, gain: float, n: int) -> int:
     """Count the tokens that are missing for a gain that grows with them to reach a cost; 0: it does."""
     if gain >= cost:
         return 0
-    return min(math.ceil((cost - gain) * n / gain), 10**9) if gain > 0.0 else 10**9
+    return min(math.ceil((cost - gain) * n / gain - 1e-6), 10**9) if gain > 0.0 else 10**9
 
 
 def _unread(floor: Floor) -> list[Job]:
