@@ -92,6 +92,12 @@ def _scaled_adapter(text: str) -> AdapterFile:
     help="Restart the process that holds the library if it makes no progress for this long.",
 )
 @weights_option
+@click.option(
+    "--access-log",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Append a line for each answer, with its times and tokens, as splitctl replay reads them.",
+)
 @policy_options
 @click.option("--force", is_flag=True, help="Open even if a trial in a child process failed.")
 @http_options
@@ -110,6 +116,7 @@ def serve(
     checkpoint_s: float | None,
     deadline_s: float,
     weights: WeightsTier,
+    access_log: Path | None,
     policy: PolicyOptions,
     force: bool,
     placement: Placement,
@@ -141,6 +148,7 @@ def serve(
         state_folder=folder,
         weights=weights,
         policy=decides,
+        access_log=access_log,
     )
     with claim(prepared(runtime_folder(os.environ)), session) as held:
         return asyncio.run(_Serving(config, held, screen, http).run())

@@ -56,6 +56,7 @@ class HostConfig:
         resume: a saved session to begin with; None: empty.
         weights: where switches take the weights from.
         policy: when the session switches by itself.
+        access_log: the file that gets a line for each answer; None: none does.
         state_folder: where sessions are saved and parked, as NAME.safetensors and NAME.parked.safetensors.
     """
 
@@ -71,6 +72,7 @@ class HostConfig:
     resume: Path | None = None
     weights: WeightsTier = WeightsTier.FILE
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    access_log: Path | None = None
     state_folder: Path
 
     @property

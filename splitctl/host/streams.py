@@ -21,6 +21,7 @@ from enum import Enum
 
 from splitctl.control.requests import GenerateRequest
 from splitctl.errors import Busy
+from splitctl.host.access import AccessLog
 from splitctl.host.ledger import Ledger, StreamJob
 from splitctl.host.pending import OnLoss, PendingOrders
 from splitctl.ipc.jobs import Fault, RequestFailed
@@ -231,14 +232,24 @@ class StreamTable:
     Thread: the supervisor's loop.
     """
 
-    def __init__(self, pending: PendingOrders, send: Callable[[Order], None], flush: Callable[[], None]) -> None:
-        """Begin without any; `send` gives the worker an order, `flush` all that waits for it, if one serves."""
+    def __init__(
+        self,
+        pending: PendingOrders,
+        send: Callable[[Order], None],
+        flush: Callable[[], None],
+        access: AccessLog | None = None,
+    ) -> None:
+        """Begin without any; `send` gives the worker an order, `flush` all that waits for it, if one serves.
+
+        `access` is told of every stream.
+        """
         self.ledger = Ledger(0)
         self.had_progress = True
         self.held: frozenset[int] = frozenset()
         self._pending = pending
         self._send = send
         self._flush = flush
+        self._access = access
         self._streams: dict[int, Stream] = {}
         self._tokenizing: dict[int, GenerateRequest] = {}
         self._n_streams = 0
@@ -261,6 +272,8 @@ class StreamTable:
             raise Busy(f"{self.n_waiting} streams that wait")
         self._n_streams += 1
         number = self._n_streams
+        if self._access is not None:
+            self._access.came(number)
         stream = self._streams[number] = Stream(request.sampler.stop, lambda: self._close(number, Why.CANCELLED))
         if request.tokens is not None:
             self._queue(number, request.tokens, request)
@@ -302,6 +315,8 @@ class StreamTable:
         stream = self._streams.pop(number, None)
         if stream is None:
             return
+        if self._access is not None:
+            self._access.ended(number, job, why.value)
         if job is None:
             stream.end(Done(why, message=message, fault=fault))
             return

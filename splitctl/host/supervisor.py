@@ -26,6 +26,7 @@ from splitctl.carry.seal import Seal
 from splitctl.control.requests import GenerateRequest
 from splitctl.errors import Busy, CarryNotWritten, Parked
 from splitctl.host import auto, events
+from splitctl.host.access import AccessLog
 from splitctl.host.config import HostConfig, HostState
 from splitctl.host.link import End
 from splitctl.host.manager import WorkerManager
@@ -73,7 +74,8 @@ class Supervisor:
         self._files = SessionFiles(config, log)
         self._switches = Switches(config.placement)
         self._pending = PendingOrders()
-        self._streams = StreamTable(self._pending, self._manager.send, self._flush)
+        self._access = None if config.access_log is None else AccessLog(config.access_log, log)
+        self._streams = StreamTable(self._pending, self._manager.send, self._flush, self._access)
         self._saving = Saving(
             config.save_path, self._streams.ledger, by_worker=self._save, without_worker=self._write, log=log
         )
@@ -538,6 +540,8 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._streams.end_all("the session is being stopped")
+        if self._access is not None:
+            self._access.close()
         path, reason = self._parked_at, ""
         if save and self._is_unsaved:
             reason = await self._saving.at_the_end(has_worker=has_worker)
