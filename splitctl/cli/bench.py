@@ -138,7 +138,10 @@ def bench(
         raise click.BadParameter(f"{facts.name} generates nothing; wanted: a language model", param_hint="-m")
     about = Reserver(model, library, os.environ, rpc)(placement).library
     devices = devices_told(about, placement, {})
-    wanted = modes or (_PAIR if quick else (*_PAIR, SplitMode.NONE, SplitMode.ROW))
+    wanted = tuple(dict.fromkeys(modes)) or (_PAIR if quick else (*_PAIR, SplitMode.NONE, SplitMode.ROW))
+    # A batch holds its micro-batches.
+    placement = dataclasses.replace(placement, n_batch=max(placement.n_batch, *n_ubatches, 1))
+    n_ctx = _longest(facts, placement)
     placement = roomy(facts, placement, devices, wanted)
     what = Benching(
         model=model,
@@ -166,7 +169,7 @@ def bench(
         kept = KeptProfile(
             key, report.profile, time.time(), about["version"], driver_text(), model.absolute(), facts.name, _version()
         )
-    return _finish(kept, report, facts, told, is_kept=not no_keep)
+    return _finish(kept, report, n_ctx, told, is_kept=not no_keep)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -203,6 +206,7 @@ class _Telling:
             screen.line(f"cut for want of time: {one}")
         if self.as_csv:
             screen.answer({}, csv_of(profile).rstrip("\n"))
+            screen.line(sentence)
         elif self.as_md:
             screen.answer({}, markdown_of(profile), "", f"{sentence}.")
         else:
@@ -252,9 +256,7 @@ def _run(what: Benching, screen: Screen) -> BenchReport:
         return bencher(what)
 
 
-def _finish(
-    kept: KeptProfile | None, report: BenchReport, facts: ModelFacts, told: _Telling, *, is_kept: bool
-) -> ExitCode:
+def _finish(kept: KeptProfile | None, report: BenchReport, n_ctx: int, told: _Telling, *, is_kept: bool) -> ExitCode:
     """Tell what was found and keep it, unless it was stopped on the way."""
     screen, path = told.screen, None
     if report.is_cancelled:
@@ -273,7 +275,7 @@ def _finish(
             screen.end_bars()
             screen.line(f"the profile was not kept: {error.strerror or error} ({error.filename})")
     body = {"kept": None if path is None else str(path), "seconds": report.seconds}
-    code = told(kept, facts.n_ctx_train, report.cuts, body)
+    code = told(kept, n_ctx, report.cuts, body)
     if path is not None and not screen.as_json:
         screen.line(f"kept in {path}")
     return code
@@ -288,7 +290,13 @@ def _show(model: Path, placement: Placement, library: Path | None, rpc: tuple[st
     told.screen.line(source_line(kept))
     if found.why:
         told.screen.line(f"stale: {found.why}")
-    return told(kept, read_facts(model).n_ctx_train, (), {"kept_profile": profile_json(found)})
+    n_ctx = _longest(read_facts(model), placement)
+    return told(kept, n_ctx, (), {"kept_profile": profile_json(found)})
+
+
+def _longest(facts: ModelFacts, placement: Placement) -> int:
+    """Tell how many tokens a prompt and its answer may have together."""
+    return placement.n_ctx // placement.n_streams or facts.n_ctx_train
 
 
 def _version() -> str:

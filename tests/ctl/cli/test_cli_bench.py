@@ -115,7 +115,7 @@ def test_a_profile_is_told_and_kept(place: _Place, capsys: pytest.CaptureFixture
 
 def test_what_is_measured_follows_the_flags(place: _Place) -> None:
     """All modes, three micro-batches and ten minutes; --quick: two modes, one, and one minute; flags say otherwise."""
-    for arguments in ([], ["--quick"], ["--quick", "-sm", "none", "--ubatch", "64,32", "--budget", "5", "-np", "3"]):
+    for arguments in ([], ["--quick"], ["--quick", "-sm", "none", "--ubatch", "64,4096", "--budget", "5", "-np", "3"]):
         place.bench(*arguments)
     whole, quick, named = place.asked
     assert whole.modes == (SplitMode.LAYER, SplitMode.TENSOR, SplitMode.NONE, SplitMode.ROW)
@@ -123,7 +123,8 @@ def test_what_is_measured_follows_the_flags(place: _Place) -> None:
     assert whole.placement.kv_unified
     assert quick.modes == (SplitMode.LAYER, SplitMode.TENSOR)
     assert (quick.n_ubatches, quick.budget_s) == ((512,), 60.0)
-    assert (named.modes, named.n_ubatches, named.n_seqs) == ((SplitMode.NONE,), (64, 32), (1, 2, 3))
+    assert (named.modes, named.n_ubatches, named.n_seqs) == ((SplitMode.NONE,), (64, 4096), (1, 2, 3))
+    assert (quick.placement.n_batch, named.placement.n_batch) == (2048, 4096)
     assert named.budget_s == 5.0
 
 
