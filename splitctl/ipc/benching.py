@@ -161,8 +161,9 @@ class _Switches:
         theirs = plain.steps.get((mode, n_held), []) if plain is not None else []
         if not mine or not theirs or self.way != WeightsTier.PINNED.value:
             return 0.0
-        more = median(mine) - median(theirs)
-        return more * 1e3 if min(mine) > max(theirs) else 0.0
+        # Apart by more than either differs from run to run.
+        differ = max(max(one) - min(one) for one in (mine, theirs))
+        return (median(mine) - median(theirs)) * 1e3 if min(mine) - max(theirs) > differ else 0.0
 
 
 @dataclass(frozen=True, slots=True)
