@@ -170,10 +170,13 @@ Cut = Callable[[Schedule], Schedule]
 def _cuts() -> Sequence[Cut]:
     """List the cuts, what is missed least first."""
 
-    def few_depths(n: int) -> Cut:
+    def shallower(n: int) -> Cut:
         def cut(now: Schedule) -> Schedule:
-            # The deepest goes first: it takes the most.
-            return _fitted(replace(now, depths=now.depths[: max(n, 1)]))
+            if now.depths[-1] <= n:
+                return now
+            depths = tuple(depth for depth in now.depths if depth <= n)
+            # Two places say what depth adds; the chunk is read at each.
+            return _fitted(replace(now, depths=(0, n) if depths == (0,) and n >= now.chunk else depths))
 
         return cut
 
@@ -181,10 +184,9 @@ def _cuts() -> Sequence[Cut]:
         def cut(now: Schedule) -> Schedule:
             if now.chunk <= chunk:
                 return now
-            depths = tuple(chunk << index for index in range(len(now.depths)))
             n_ubatches = tuple(n for n in now.n_ubatches if n <= chunk) or now.n_ubatches[:1]
             lengths = tuple(n for n in now.lengths if n < chunk)
-            return _fitted(replace(now, chunk=chunk, depths=(0, *depths[1:]), lengths=lengths, n_ubatches=n_ubatches))
+            return _fitted(replace(now, chunk=chunk, lengths=lengths, n_ubatches=n_ubatches))
 
         return cut
 
@@ -198,10 +200,11 @@ def _cuts() -> Sequence[Cut]:
         return replace(now, n_seqs=tuple(dict.fromkeys((now.n_seqs[0], now.n_seqs[-1]))))
 
     return (
-        most(rounds=3), most(switch_rounds=2), few_depths(4), first("n_ubatches", 2), few_depths(3), ends,
-        first("n_ubatches", 1), few_depths(2), smaller(1024), smaller(512), most(rounds=2), first("tiers", 2),
-        most(switch_rounds=1, n_steps=4), smaller(256), first("held", 1), first("tiers", 1), smaller(128),
-        first("n_seqs", 1), smaller(64), few_depths(1), first("lengths", 1), most(rounds=1, n_steps=2), smaller(SHORT),
+        most(rounds=3), most(switch_rounds=2), shallower(8192), first("n_ubatches", 2), ends, first("n_ubatches", 1),
+        smaller(1024), shallower(4096), smaller(512), shallower(2048), most(rounds=2), first("tiers", 2),
+        most(switch_rounds=1, n_steps=4), shallower(1024), smaller(256), first("held", 1), first("tiers", 1),
+        shallower(512), smaller(128), shallower(256), first("n_seqs", 1), smaller(64), shallower(0),
+        first("lengths", 1), most(rounds=1, n_steps=2), smaller(SHORT),
     )  # fmt: skip
 
 
