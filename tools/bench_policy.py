@@ -51,8 +51,8 @@ _AZURE_CONVERSATION = ((2, 207, 396, 1020, 1189, 2734, 4083, 4142, 14050), (7, 5
 """Prompts and answers at `_SHARES` of the 8,819 and 19,366 requests of the Azure LLM inference trace 2023.
 
 Source: AzureLLMInferenceTrace_code.csv and _conv.csv of github.com/Azure/AzurePublicDataset (CC-BY), counted on
-2026-11-30; described by Patel et al., Splitwise, ISCA 2024. The correlation of prompts with answers is 0.00 and -0.11, so
-they are drawn apart.
+2026-11-30; described by Patel et al., Splitwise, ISCA 2024. Prompts and answers correlate by 0.00 and -0.11, so they
+are drawn apart.
 """
 
 

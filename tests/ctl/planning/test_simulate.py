@@ -135,7 +135,7 @@ def test_the_laws_on_small_traces(
 ) -> None:
     """Whatever comes: one switch in a minimum stay, no prompt held for longer than the bound, the oracle never worse.
 
-    And every switch loses six times its pause at most: itself, and five by having been in the wrong mode before it.
+    And it takes no longer than the slower mode and six pauses for each of its switches, and one more.
     """
     costs = costs_of_rates(rates)
     policy = _Watched(costs, bounds)
