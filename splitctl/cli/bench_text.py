@@ -15,8 +15,8 @@ from rich.table import Table
 from splitctl.outcome import StageTimes
 from splitctl.planning.profile import MeasuredMode, Profile, Spread
 
-#: The tables want such a width where no terminal has one [columns].
-_WIDTH = 160
+#: The widest table wants so much; a narrower terminal gets its first columns, a file all of them [columns].
+_WIDTH, _N_NARROW = 150, 7
 _STAGES = tuple(one.name for one in fields(StageTimes))
 #: Stages that take no time worth a column: the boundary, and the check, which runs beside the streams.
 _SHOWN_STAGES = _STAGES[2:]
@@ -81,14 +81,15 @@ def print_tables(profile: Profile) -> None:
     """Print all tables on stdout."""
     width = None if sys.stdout.isatty() else _WIDTH
     console = Console(file=sys.stdout, highlight=False, width=width)
+    is_narrow = console.width < _WIDTH
     for grid in grids(profile):
+        n_shown = _N_NARROW if is_narrow else len(grid.columns)
         table = Table(title=grid.title, title_justify="left")
-        for number, name in enumerate(grid.columns):
-            is_left = number < grid.n_left
+        for number, name in enumerate(grid.columns[:n_shown]):
             # A reason may take several lines, and a number one.
-            table.add_column(name, justify="left" if is_left else "right", no_wrap=name != "why")
+            table.add_column(name, justify="left" if number < grid.n_left else "right", no_wrap=name != "why")
         for row in grid.rows:
-            table.add_row(*map(escape, row))
+            table.add_row(*map(escape, row[:n_shown]))
         console.print(table)
 
 

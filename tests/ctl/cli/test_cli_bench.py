@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from splitctl.cli import bench
-from splitctl.cli.bench_text import csv_of, grids, markdown_of
+from splitctl.cli.bench_text import csv_of, grids, markdown_of, print_tables
 from splitctl.cli.main import main
 from splitctl.cli.output import ExitCode
 from splitctl.ipc import profiles
@@ -214,6 +215,21 @@ def test_a_picture_without_matplotlib_names_the_extra(
     assert main(["bench", "-m", "x", "--plot", "plane.png"]) == ExitCode.USAGE
     assert "pip install 'splitctl[plot]'" in capsys.readouterr().err
     assert main(["bench", "-m", "x"]) == ExitCode.FAILED
+
+
+def test_a_narrow_terminal_gets_the_first_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terminal of 80 columns shows every line whole, without the stages; a file has them all."""
+    print_tables(MEASURED)
+    assert "restoring" in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    print_tables(MEASURED)
+    out = capsys.readouterr().out
+    assert "restoring" not in out
+    assert "layer -> tensor" in out
+    assert max(len(re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in out.splitlines()) <= 80
 
 
 def test_a_cancel_tells_what_was_measured_and_keeps_nothing(place: _Place, capsys: pytest.CaptureFixture[str]) -> None:
