@@ -101,7 +101,7 @@ def replay(
     rpc: tuple[str, ...],
     screen: Screen,
 ) -> int:
-    """Replay a trace of requests in simulated time, in each mode and by the policy, and say if switching had paid."""
+    """Replay a trace of requests in simulated time, and say if switching by itself had paid."""
     settings = Settings(min_stay_s=min_stay_s, max_wait_s=max_wait_s, max_pause_s=max_pause_s)
     source: str | dict[str, Any] | None
     try:

@@ -133,10 +133,7 @@ def _trace(drawn: Sequence[tuple[float, int, float, int]]) -> list[Request]:
 def test_the_laws_on_small_traces(
     rates: Rates, drawn: list[tuple[float, int, float, int]], start: SplitMode, n_seq: int, bounds: Settings
 ) -> None:
-    """Whatever comes: one switch in a minimum stay, no prompt held for longer than the bound, the oracle never worse.
-
-    And it takes no longer than the slower mode and six pauses for each of its switches, and one more.
-    """
+    """Whatever comes, the bounds are kept, the oracle is never worse, and what the policy can lose is bounded."""
     costs = costs_of_rates(rates)
     policy = _Watched(costs, bounds)
     found = compare(_trace(drawn), policy, costs, start, n_seq)
@@ -155,5 +152,6 @@ def test_the_laws_on_small_traces(
     assert all(len(one.waits_s) == len(drawn) and min(one.waits_s) >= 0.0 for one in found.courses)
     times = [pair for one in found.courses for pair in zip(one.waits_s, one.firsts_s, strict=True)]
     assert all(0.0 <= wait <= first for wait, first in times)
+    # A switch costs its pause, and at most five by having been in the wrong mode before it.
     slowest = max(one.busy_s for one in found.fixed)
     assert found.auto.busy_s <= slowest + 6 * (len(switched) + 1) * rates.switch_s
