@@ -58,6 +58,8 @@ _MOST_JUDGED = 24
 #: A loop that is busy wakes up late [s].
 _LATE_S = 1.0
 _DEADLINE_S = 300.0
+#: How long a switch is waited for at the end [s].
+_PATIENCE_S = 300.0
 _PASSAGE = (
     "The river rises in the hills, runs through two towns and a forest, and meets the sea behind the old harbour. "
     "Every spring the water takes some of the bank along, and every autumn the people build it up again. "
@@ -114,7 +116,7 @@ class Answer:
 
 
 async def soak(
-    config: HostConfig, *, n_clients: int, seconds: float, n_long: int, n_short: int
+    config: HostConfig, *, n_clients: int, seconds: float, n_switches: int, n_long: int, n_short: int
 ) -> tuple[list[Answer], dict[str, Any], Counter[str], list[str]]:
     """Serve clients until the time is over; every answer that was begun is waited for.
 
@@ -122,6 +124,7 @@ async def soak(
         config: what is served.
         n_clients: at once, of both kinds together.
         seconds: how long they ask.
+        n_switches: switches for which they go on asking.
         n_long: tokens of a long prompt, and of a long answer.
         n_short: of short ones.
 
@@ -138,10 +141,11 @@ async def soak(
     answers: list[Answer] = []
     started = time.monotonic()
 
+    def is_patient() -> bool:
+        return time.monotonic() - started < seconds + _PATIENCE_S
+
     async def client(*, reads: bool) -> None:
-        is_first = True
-        while is_first or time.monotonic() - started < seconds:
-            is_first = False
+        while time.monotonic() - started < seconds or (ended["switched"] < n_switches and is_patient()):
             n = n_long if reads else n_short
             at = (13 * len(answers)) % len(passage)
             prompt = [*itertools.islice(itertools.cycle(passage), at, at + n)]
@@ -265,8 +269,9 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
             policy=policy,
             state_folder=Path(folder),
         )
-        sizes = {"n_clients": asked.clients, "seconds": asked.seconds, "n_long": asked.long, "n_short": asked.short}
-        answers, status, ended, said = asyncio.run(soak(config, **sizes))
+        sizes = {"n_clients": asked.clients, "n_long": asked.long, "n_short": asked.short}
+        work = soak(config, **sizes, seconds=asked.seconds, n_switches=asked.switches)
+        answers, status, ended, said = asyncio.run(work)
     texts = [([*one.prompt, *one.tokens], len(one.prompt)) for one in answers if one.tokens and not one.fault]
     texts = texts[:: -(-len(texts) // asked.judge)] if texts and asked.judge else []
     gaps = greedy_gaps.measure(library, model, texts, devices, always_control=False) if texts else []
@@ -290,6 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, the log of decisions in it")
     parser.add_argument("--seconds", type=float, default=300.0, help="how long clients ask (default: 300)")
+    parser.add_argument("--switches", type=int, default=0, help="go on until there were so many (default: 0)")
     parser.add_argument("--clients", type=int, default=8, help="of both kinds together (default: 8)")
     parser.add_argument("--long", type=int, default=400, help="tokens of a long prompt or answer (default: 400)")
     parser.add_argument("--short", type=int, default=24, help="tokens of short ones (default: 24)")

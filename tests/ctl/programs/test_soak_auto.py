@@ -65,12 +65,13 @@ def test_a_real_session_switches_by_itself(smollm2: Path, tmp_path: Path) -> Non
     rates = tmp_path / "rates.json"
     modes = {"layer": {"prompt_tps": 400, "generate_tps": 8}, "tensor": {"prompt_tps": 40, "generate_tps": 80}}
     rates.write_text(json.dumps({"switch_s": 0.3, "modes": modes}), encoding="ascii")
-    size = ("--clients", "2", "--seconds", "0", "--long", "32", "--short", "6", "--min-stay", "0")
+    size = ("--clients", "2", "--seconds", "0", "--switches", "1", "--long", "32", "--short", "6", "--judge", "2")
     done = run_tool("soak_auto", "--json", *size, "--rates", rates, "--lib", library_of(NEWEST), "--model", smollm2)
     print(done.stderr)
     result: dict[str, Any] = json.loads(done.stdout)
     assert result["faults"] == []
     assert done.returncode == 0
     assert result["switches"]["switched"] >= 1
-    assert (result["requests"], result["judged"], result["wrong"]) == (2, 2, 0)
+    assert result["requests"] >= 2
+    assert (result["judged"], result["wrong"]) == (2, 0)
     assert any(line.startswith("policy: goes to tensor") for line in result["log"])
