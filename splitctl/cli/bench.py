@@ -35,6 +35,7 @@ from splitctl.ipc.probes import DEADLINE_S
 from splitctl.ipc.profiles import KeptProfile, ProfileKey, driver_text, keep
 from splitctl.ipc.reserving import Reserver, devices_told
 from splitctl.model.facts import ModelFacts, read_facts
+from splitctl.model.identity import statuses
 from splitctl.outcome import WeightsTier, to_plain
 from splitctl.placement import Placement, SplitMode
 from splitctl.planning.plane import conclusion, plane_of
@@ -162,6 +163,9 @@ def bench(
     if report.profile is None and report.failure is not None:
         return screen.fail(report.failure.name, report.failure.message, EXIT_OF_FAULT[report.failure.fault])
     kept = None
+    if statuses(facts.files) != tuple(header.status for header in facts.headers):
+        message = f"the files of {model} changed meanwhile, so nothing was kept; measure again"
+        return screen.fail("FileChanged", message, ExitCode.FAILED)
     if report.profile is not None:
         placement = placement.changed(flash_attn=report.flash_attn)
         names = tuple(one["name"] for one in about["devices"])

@@ -264,6 +264,21 @@ def test_where_nothing_was_measured_the_reason_is_told(
     assert place.kept == []
 
 
+def test_a_model_that_changes_meanwhile_is_told(
+    place: _Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times of one file are not kept for another that has taken its place."""
+
+    def measure(_self: Bencher, _what: Benching) -> BenchReport:
+        write_model(place.model, weights=bytes(64))
+        return place.report
+
+    monkeypatch.setattr(Bencher, "__call__", measure)
+    assert place.bench() == ExitCode.FAILED
+    assert "changed meanwhile" in capsys.readouterr().err
+    assert place.kept == []
+
+
 def test_a_profile_that_cannot_be_kept_is_told(
     place: _Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
