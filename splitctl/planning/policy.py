@@ -66,7 +66,7 @@ class Settings:
     min_stay_s: float = 2.0
     max_wait_s: float = 20.0
     max_pause_s: float = 10.0
-    hysteresis: float = 0.5
+    hysteresis: float = 0.4
     backoff_s: float = 30.0
     max_backoff_s: float = 3600.0
 

@@ -54,8 +54,8 @@ def test_it_reads_first_and_generates_after() -> None:
 @pytest.mark.parametrize(
     ("mode", "one", "said"),
     [
-        (_TENSOR, Waiting(1, 4000, 0, 500, 0.0), "stays in tensor: the prompt is 6,000 tokens short of paying"),
-        (_LAYER, Active(1, 0, 4000, 200), "stays in layer: the answer is 70 tokens short of paying"),
+        (_TENSOR, Waiting(1, 4000, 0, 500, 0.0), "stays in tensor: the prompt is 5,600 tokens short of paying"),
+        (_LAYER, Active(1, 0, 4000, 200), "stays in layer: the answer is 52 tokens short of paying"),
         (_TENSOR, Active(1, 0, 4000, 200), "stays in tensor: 1 answer of 200 tokens to come is generated faster here"),
     ],
 )
@@ -116,7 +116,7 @@ def test_it_looks_again_before_regret_has_grown() -> None:
     """While an answer of unknown length goes on in the slower mode it asks to be asked again."""
     decision = _decided(_policy(), _LAYER, Active(1, 0, 100, 64))
     assert decision.mode is _LAYER
-    assert decision.look_again_s == pytest.approx(1.5 * 3.0 / 0.25)
+    assert decision.look_again_s == pytest.approx(1.4 * 3.0 / 0.25)
 
 
 def test_while_nobody_is_there_a_switch_is_free() -> None:
