@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from functools import cache
+from functools import lru_cache
 from typing import Protocol
 
 from splitctl.placement import SplitMode
@@ -28,6 +28,8 @@ _PACE, _FARTHEST = 0.15, 0.2
 _LONG = 512
 #: Depths are told apart by so many tokens where seconds are remembered.
 _DEPTH_STEP = 32
+#: Seconds of one kind that are remembered.
+_N_REMEMBERED = 65_536
 
 #: Answers that are remembered.
 _N_ANSWERS = 256
@@ -82,9 +84,12 @@ class _Measured:
 
     def __init__(self, profile: Profile, way: str) -> None:
         modes = {mode: profile.of(mode) for mode in MODES}
-        self._read = cache(lambda mode, n, depth: modes[mode].read_s(n, depth))
-        self._step = cache(lambda mode, n_seq, depth: modes[mode].step_s(n_seq, depth))
-        self._switch = cache(lambda before, after, n_tokens: profile.switch(before, after, way, n_tokens) or (0.0, 0.0))
+        remembered = lru_cache(_N_REMEMBERED)
+        self._read = remembered(lambda mode, n, depth: modes[mode].read_s(n, depth))
+        self._step = remembered(lambda mode, n_seq, depth: modes[mode].step_s(n_seq, depth))
+        self._switch = remembered(
+            lambda before, after, n_tokens: profile.switch(before, after, way, n_tokens) or (0.0, 0.0)
+        )
 
     def read_s(self, mode: SplitMode, n: int, depth: int) -> float:
         return self._read(mode, n, depth // _DEPTH_STEP * _DEPTH_STEP)
