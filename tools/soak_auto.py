@@ -1,7 +1,8 @@
 """Let a hosted session switch by itself under two kinds of clients, and hold it to its bounds and the simulator's word.
 
-    python -m tools.soak_auto [--json] [--seconds 300] [--switches N] [--clients 8] [--long N] [--short N] [--rates FILE]
-                              [--max-wait S] [--min-stay S] [--weights TIER] [--device A,B] [--lib PATH] [--model FILE]
+    python -m tools.soak_auto [--json] [--seconds 300] [--switches N] [--clients 8] [--long N] [--short N]
+                              [--rates FILE] [--max-wait S] [--min-stay S] [--weights TIER] [--judge N] [--threads N]
+                              [--device A,B] [--lib PATH] [--model FILE]
 
 Half of the clients ask for short answers to long prompts, the others for long answers to short prompts, each for one
 after the other until the time is over. No two prompts are alike. The numbers are those of the profile that splitctl
