@@ -32,6 +32,7 @@ def _what(folder: Path) -> Benching:
 def test_a_session_goes_there_and_back_until_it_is_cancelled(tmp_path: Path) -> None:
     """Each switch goes beside and is told with its pause and what the session held; a cancel leaves no process."""
     found: list[tuple[SplitMode, SplitMode, Mapping[str, Any]]] = []
+    before = set(psutil.Process().children())
     with pytest.raises(Cancelled):
         switches_beside(
             _what(tmp_path), (16,), lambda *one: found.append(one), env=environment(tmp_path),
@@ -41,4 +42,4 @@ def test_a_session_goes_there_and_back_until_it_is_cancelled(tmp_path: Path) -> 
     assert [one[:2] for one in found] == [(layer, tensor), (tensor, layer)]
     assert {(one["status"], one["via"]) for *_, one in found} == {("switched", "beside")}
     assert all(0 < one["pause_ms"] < one["total_ms"] and one["n_tokens"] >= 16 for *_, one in found)
-    assert psutil.Process().children() == []
+    assert set(psutil.Process().children()) <= before
