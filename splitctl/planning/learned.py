@@ -85,6 +85,9 @@ class _Measured:
     def __init__(self, profile: Profile, way: str) -> None:
         modes = {mode: profile.of(mode) for mode in MODES}
         remembered = lru_cache(_N_REMEMBERED)
+        self._chunks = {mode: max(one.n_tokens for one in modes[mode].reads) for mode in MODES}
+        # Seconds of so many chunks, one after the other, from an empty sequence on.
+        self._sums = {mode: [0.0] for mode in MODES}
         self._read = remembered(lambda mode, n, depth: modes[mode].read_s(n, depth))
         self._step = remembered(lambda mode, n_seq, depth: modes[mode].step_s(n_seq, depth))
         self._switch = remembered(
@@ -92,13 +95,28 @@ class _Measured:
         )
 
     def read_s(self, mode: SplitMode, n: int, depth: int) -> float:
-        return self._read(mode, n, depth // _DEPTH_STEP * _DEPTH_STEP)
+        chunk = self._chunks[mode]
+        whole, rest = divmod(n, chunk)
+        seconds = self._until(mode, depth / chunk + whole) - self._until(mode, depth / chunk) if whole else 0.0
+        return seconds + (self._read(mode, rest, _rounded(depth + whole * chunk)) if rest else 0.0)
+
+    def _until(self, mode: SplitMode, n_chunks: float) -> float:
+        """Give the seconds of so many chunks, a straight line between whole numbers of them."""
+        chunk, sums = self._chunks[mode], self._sums[mode]
+        whole = int(n_chunks)
+        while len(sums) <= whole + 1:
+            sums.append(sums[-1] + self._read(mode, chunk, (len(sums) - 1) * chunk))
+        return sums[whole] + (n_chunks - whole) * (sums[whole + 1] - sums[whole])
 
     def step_s(self, mode: SplitMode, n_seq: int, depth: float) -> float:
-        return self._step(mode, n_seq, int(depth) // _DEPTH_STEP * _DEPTH_STEP)
+        return self._step(mode, n_seq, _rounded(depth))
 
     def switch(self, before: SplitMode, after: SplitMode, n_tokens: int) -> tuple[float, float]:
         return self._switch(before, after, n_tokens // _LONG * _LONG)
+
+
+def _rounded(depth: float) -> int:
+    return round(depth / _DEPTH_STEP) * _DEPTH_STEP
 
 
 class _Rated:

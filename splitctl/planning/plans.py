@@ -89,6 +89,8 @@ class Plans:
 
     def __init__(self, costs: Costs, n_seq_max: int, bounds: Bounds) -> None:
         self._costs, self._n_seq_max, self._bounds = costs, n_seq_max, bounds
+        # A request has so much unread at one depth only; asked for at every turn of every plan.
+        self._gains: dict[tuple[int, int], float] = {}
         self.reader = min(MODES, key=lambda mode: costs.read_s(mode, _PROMPT, 0))
         n_seq = (n_seq_max + 1) // 2
         self.writer = min(MODES, key=lambda mode: costs.step_s(mode, n_seq, _DEPTH))
@@ -162,8 +164,12 @@ class Plans:
             return _GO_ON
         pause = floor.pause_s()
         worth = _WORTH_HOLDING * pause
-        gains = [(job, self.gain_of_read(job)) for job in floor.queue]
-        long = [(job, gain) for job, gain in gains if gain > worth][: self._n_seq_max]
+        long: list[tuple[Job, float]] = []
+        for job in floor.queue:
+            if (gain := self.gain_of_read(job)) > worth:
+                long.append((job, gain))
+                if len(long) == self._n_seq_max:
+                    break
         unread = sum(self.gain_of_read(job) for job in floor.active if job.n_unread)
         if unread + sum(gain for _, gain in long) <= pause:
             return _GO_ON
@@ -181,7 +187,10 @@ class Plans:
     def gain_of_read(self, job: Job) -> float:
         """Give the seconds that reading the rest of a prompt takes less in the mode that reads faster."""
         n, depth = job.n_unread, job.n_held
-        return self._costs.read_s(self.writer, n, depth) - self._costs.read_s(self.reader, n, depth)
+        key = job.number, n
+        if key not in self._gains:
+            self._gains[key] = self._costs.read_s(self.writer, n, depth) - self._costs.read_s(self.reader, n, depth)
+        return self._gains[key]
 
     def gain_of_steps(self, jobs: Sequence[Job]) -> float:
         """Give the seconds that all tokens to come take less in the mode that generates faster."""

@@ -10,7 +10,7 @@ from splitctl.placement import SplitMode
 from splitctl.planning.cost import ModeRates, Rates
 from splitctl.planning.learned import Answers, Learned, costs_of, costs_of_rates
 from splitctl.planning.profile import ModeNotMeasured
-from tests.ctl.planning.profiles import MEASURED, switch
+from tests.ctl.planning.profiles import MEASURED, constant, exactly, switch
 
 _LAYER, _TENSOR = SplitMode.LAYER, SplitMode.TENSOR
 _RATES = Rates(2.0, ModeRates(1000.0, 20.0), ModeRates(500.0, 40.0), after_switch_ms=0.5)
@@ -34,6 +34,16 @@ def test_a_profile_is_costs() -> None:
     assert (costs.switch(_LAYER, _TENSOR, 0)[0], costs.switch(_TENSOR, _LAYER, 0)[0]) == (2.0, 3.0)
     with pytest.raises(ModeNotMeasured, match="a switch to layer"):
         costs_of(replace(_BOTH, switches=_BOTH.switches[:1]), "file")
+
+
+def test_long_reads_are_those_of_the_profile() -> None:
+    """Sums of chunks that are remembered come to what the profile adds up, at any depth, within a part in a hundred."""
+    deep = constant(_LAYER, 800.0, 15.0)
+    slower = tuple(replace(one, seconds=exactly(one.seconds.median * (1 + one.depth / 4096))) for one in deep.reads)
+    profile = replace(_BOTH, modes=(replace(deep, reads=slower), _BOTH.modes[1]))
+    costs = costs_of(profile, "file")
+    for n, depth in ((1, 0), (511, 77), (512, 0), (5000, 0), (700, 3000), (30_000, 12_345)):
+        assert costs.read_s(_LAYER, n, depth) == pytest.approx(profile.of(_LAYER).read_s(n, depth), rel=0.01)
 
 
 @pytest.mark.parametrize("times", [0.2, 0.5, 3.0, 9.0])
