@@ -34,7 +34,7 @@ from splitctl.planning.simulate import compare, stay
 from splitctl.planning.traces import Request
 
 _N_SEQ_MAX = 4
-#: Requests that a trace has at least.
+#: Requests that a fair trace has at least; a shorter one has its part of them.
 _N_LEAST = 40
 #: What a trace is worth in switches, to be judged.
 _FAIR = 50.0
@@ -159,9 +159,10 @@ KINDS: dict[str, Callable[[random.Random], Shape]] = {
 def trace_by(rng: random.Random, kind: str, costs: _Lines, n_pauses: float) -> list[Request]:
     """Draw requests until the better mode takes the time of so many switches, with a load of 15 to 130 %."""
     state, share = rng.getstate(), n_pauses
+    n_least = math.ceil(_N_LEAST * min(n_pauses / _FAIR, 1.0))
     while True:
         rng.setstate(state)
-        found = _requests(rng, kind, costs, share)
+        found = _requests(rng, kind, costs, share, n_least)
         least = min(stay(found, costs, mode, _N_SEQ_MAX).busy_s for mode in MODES)
         wanted = n_pauses * costs.switch(*MODES, 8192)[0]
         if least >= wanted:
@@ -169,11 +170,11 @@ def trace_by(rng: random.Random, kind: str, costs: _Lines, n_pauses: float) -> l
         share *= 1.2 * wanted / least
 
 
-def _requests(rng: random.Random, kind: str, costs: _Lines, n_pauses: float) -> list[Request]:
+def _requests(rng: random.Random, kind: str, costs: _Lines, n_pauses: float, n_least: int) -> list[Request]:
     shapes: list[Shape] = []
     work = dict.fromkeys(MODES, 0.0)
     make = KINDS[kind]
-    while len(shapes) < _N_LEAST or min(work.values()) < n_pauses * costs.pause:
+    while len(shapes) < n_least or min(work.values()) < n_pauses * costs.pause:
         if kind == "phases" and not len(shapes) % 25:
             make = rng.choice((_chat, _short_answer, _long_answer))
         shapes.append(make(rng))
