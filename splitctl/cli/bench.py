@@ -227,7 +227,10 @@ class _Telling:
             data = self.draw(kept.profile, n_ctx, title, self.plot.suffix[1:].lower() or "png")
             with replacing(self.plot, len(data)) as temporary:
                 temporary.write_bytes(data)
-        except (OSError, ModeNotMeasured, ValueError) as error:
+        except ModeNotMeasured as error:
+            self.screen.line(f"the picture was not drawn into {self.plot}: {error.wanted}")
+            return ExitCode.FAILED
+        except (OSError, ValueError) as error:
             why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
             self.screen.line(f"the picture was not drawn into {self.plot}: {why}; --show --plot tries again")
             return ExitCode.FAILED

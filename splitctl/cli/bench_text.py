@@ -16,7 +16,7 @@ from splitctl.outcome import StageTimes
 from splitctl.planning.profile import MeasuredMode, Profile, Spread
 
 #: The widest table wants so much; a narrower terminal gets its first columns, a file all of them [columns].
-_WIDTH, _N_NARROW = 150, 7
+_WIDTH, _N_NARROW = 160, 7
 _STAGES = tuple(one.name for one in fields(StageTimes))
 #: Stages that take no time worth a column: the boundary, and the check, which runs beside the streams.
 _SHOWN_STAGES = _STAGES[2:]

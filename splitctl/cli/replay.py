@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 from rich.markup import escape
@@ -15,17 +18,18 @@ from splitctl.cli.policy_options import way_of
 from splitctl.cli.profiled import find_profile, profile_json, profile_options, source_line
 from splitctl.cli.prompts import read_up_to
 from splitctl.ipc.jobs import Progress
-from splitctl.outcome import WeightsTier
+from splitctl.outcome import Via, WeightsTier
 from splitctl.placement import Placement, SplitMode
+from splitctl.planning.advice import MADE
 from splitctl.planning.cost import TIMED, RatesInvalid, parse_rates
 from splitctl.planning.learned import MODES, Costs, costs_of, costs_of_rates
 from splitctl.planning.policy import Policy, Settings
 from splitctl.planning.profile import ModeNotMeasured
 from splitctl.planning.simulate import MAX_FOR_ORACLE, Comparison, compare
-from splitctl.planning.traces import TraceInvalid, parse_trace
+from splitctl.planning.traces import MAX_LINE, TraceInvalid, read_trace
 
-#: Longer files hold no trace, and no rates [bytes].
-_MAX_TRACE_BYTES, _MAX_RATES_BYTES = 256 * 1024 * 1024, 1024 * 1024
+#: Longer files hold no trace, and no rates; no character takes more [bytes].
+_MAX_TRACE_BYTES, _MAX_RATES_BYTES, _MAX_CHARACTER = 256 * 1024 * 1024, 1024 * 1024, 4
 _PLAIN = Settings()
 
 
@@ -38,7 +42,9 @@ _PLAIN = Settings()
     metavar="FILE",
     help="Rates in place of a profile, as explain takes them.",
 )
-@click.option("--way", type=click.Choice(TIMED), help="How a switch gets its weights; without: beside, if measured.")
+@click.option(
+    "--way", type=click.Choice(TIMED), help="How switches are made; without: beside if measured, else from the file."
+)
 @click.option(
     "--from",
     "start",
@@ -106,7 +112,8 @@ def replay(
     source: str | dict[str, Any] | None
     try:
         if rates_file is not None:
-            costs, source = _rated(rates_file, way), str(rates_file)
+            way, costs = _rated(rates_file, way)
+            source = str(rates_file)
         elif model is None:
             raise click.UsageError("name a model that splitctl bench has measured (-m), or a file of rates (--rates)")
         else:
@@ -115,9 +122,11 @@ def replay(
             if kept is None:
                 return screen.fail("NoProfile", found.why, ExitCode.FAILED)
             screen.line(f"warning: {found.why}" if found.kept is None else source_line(kept))
-            costs = costs_of(kept.profile, way or way_of(kept.profile, WeightsTier.FILE))
+            way = way or way_of(kept.profile, WeightsTier.FILE)
+            costs = costs_of(kept.profile, way)
             source = profile_json(found)
-        requests = parse_trace(_read(trace, _MAX_TRACE_BYTES).decode("utf-8", "replace"))
+        with _opened(trace) as file:
+            requests, n_all = read_trace(_lines(file, str(trace)), n_most)
     except OSError as error:
         message = f"{error.filename} cannot be read: {error.strerror or error}; name another file"
         return screen.fail(type(error).__name__, message, ExitCode.FAILED)
@@ -126,10 +135,9 @@ def replay(
     except (TraceInvalid, ModeNotMeasured) as error:
         where = f"{trace}: " if isinstance(error, TraceInvalid) else ""
         return screen.fail(type(error).__name__, f"{where}{error}", ExitCode.FAILED)
-    n_all = len(requests)
     if n_all > n_most:
         screen.line(f"the first {n_most:,} of {n_all:,} requests are replayed; --first says how many")
-        requests = requests[:n_most]
+    screen.line(f"switches are made {MADE[way]}; --way says how")
     policy = Policy(costs, settings)
     # The policy learns from what is served here: the true costs.
     compared = compare(
@@ -145,6 +153,7 @@ def replay(
         "requests_in_trace": n_all,
         "sequences": placement.n_seq_max,
         "source": source,
+        "way": way,
         "courses": {one.name: one.to_json(compared.oracle) for one in compared.courses},
         "best_fixed": compared.best_fixed.name,
         "gain_s": compared.best_fixed.busy_s - compared.auto.busy_s,
@@ -155,16 +164,33 @@ def replay(
     return screen.answer(body, _table(compared), compared.sentence)
 
 
-def _rated(path: Path, way: str | None) -> Costs:
-    rates = parse_rates(_read(path, _MAX_RATES_BYTES))
-    return costs_of_rates(rates if way is None else rates.in_tier(way))
+def _rated(path: Path, way: str | None) -> tuple[str, Costs]:
+    """Give the way that is replayed, without a word that of `serve`, and what it costs."""
+    raw = read_up_to(str(path), _MAX_RATES_BYTES)
+    if len(raw) > _MAX_RATES_BYTES:
+        raise _too_long(_MAX_RATES_BYTES, str(path))
+    rates = parse_rates(raw)
+    if way is None:
+        way = Via.BESIDE.value if Via.BESIDE.value in rates.tiers else WeightsTier.FILE.value
+    return way, costs_of_rates(rates.in_tier(way))
 
 
-def _read(path: Path, limit: int) -> bytes:
-    raw = read_up_to(str(path), limit)
-    if len(raw) > limit:
-        raise OSError(0, f"it is longer than {limit // 1024 // 1024} MiB", str(path))
-    return raw
+def _too_long(limit: int, file: str) -> OSError:
+    return OSError(0, f"it is longer than {limit // 1024 // 1024} MiB", file)
+
+
+def _opened(path: Path) -> AbstractContextManager[IO[bytes]]:
+    return nullcontext(sys.stdin.buffer) if str(path) == "-" else path.open("rb")
+
+
+def _lines(file: IO[bytes], name: str) -> Iterator[str]:
+    """Give a trace's lines without their ends, no more of each than may be refused."""
+    left = _MAX_TRACE_BYTES
+    while raw := file.readline(_MAX_CHARACTER * (MAX_LINE + 1)):
+        left -= len(raw)
+        if left < 0:
+            raise _too_long(_MAX_TRACE_BYTES, name)
+        yield raw.removesuffix(b"\n").decode("utf-8", "replace")
 
 
 def _table(compared: Comparison) -> Table:

@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import shlex
+import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Self
 
 from splitctl.engine.engine import resolve_threads
-from splitctl.errors import BadModelFile, FileChanged
+from splitctl.errors import BadModelFile, ConfigInvalid, FileChanged
 from splitctl.ipc.wire import MessageInvalid, from_object, line_of, object_of, to_object
 from splitctl.model.facts import ModelFacts
 from splitctl.model.identity import model_digest
@@ -32,6 +33,8 @@ from splitctl.places import cache_folder
 from splitctl.planning.profile import Profile
 from splitctl.probing.verdicts import build_id
 
+#: No profile is of a later time: the end of the year 9998 [seconds since 1970].
+_MAX_TIME = 253_370_764_800.0
 #: A longer file is no profile [bytes].
 _MAX_BYTES = 16 * 1024 * 1024
 
@@ -152,6 +155,10 @@ class KeptProfile:
     model_path: Path
     model_name: str
     splitctl_version: str
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.made_at <= _MAX_TIME:
+            raise ConfigInvalid("made_at", self.made_at, "seconds since 1970")
 
 
 _KINDS = {"profile": KeptProfile, "key": ProfileKey}
@@ -291,7 +298,10 @@ def _text(path: Path) -> str:
 def _read(path: Path) -> KeptProfile | None:
     """Read a kept profile; None without a file; MessageInvalid for one that is damaged."""
     try:
-        with path.open("rb") as file:
+        # Not to be waited for, should it be a pipe.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise MessageInvalid("", "no regular file", "a file that can be read")
             raw = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         return None

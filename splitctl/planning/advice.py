@@ -11,12 +11,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from splitctl.outcome import WeightsTier
+from splitctl.outcome import Via, WeightsTier
 from splitctl.placement import SplitMode
 from splitctl.planning.cost import TIMED, BreakEven, Choice, Comparison, Work, compare
 from splitctl.planning.profile import ModeNotMeasured, Profile, Spread, SwitchTime
 
 _MODES = (SplitMode.LAYER, SplitMode.TENSOR)
+
+#: How a switch is made, by its way, for a sentence.
+MADE = {
+    WeightsTier.FILE.value: "with weights from the file",
+    WeightsTier.PINNED.value: "with pinned weights",
+    WeightsTier.RESIDENT.value: "with both placements resident",
+    Via.BESIDE.value: "beside in a served session",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +40,7 @@ class Advice:
         ways: the four choices weighed with each way that was measured, in the order of `TIMED`; empty where a mode or
             every switch is missing.
         alone_s: what one device does it in without the others (mode none), seconds; None where that was not measured.
+        missing: why there is no switch to weigh; "" with one.
     """
 
     work: Work
@@ -41,6 +50,7 @@ class Advice:
     way: str = ""
     ways: Mapping[str, Comparison] = field(default_factory=dict)
     alone_s: float | None = None
+    missing: str = ""
 
     @property
     def comparison(self) -> Comparison | None:
@@ -105,13 +115,15 @@ def _advise(profile: Profile, work: Work, n_seq: int, way: str | None, switch_s:
     stays = {Choice(mode.value): _stay(profile, mode, work, n_seq) for mode in _MODES if mode not in missing}
     best = min(stays, key=stays.__getitem__)
     for mode, why in missing.items():
-        text = f"stay in {best.value} mode: {stays[best]:,.1f} s; {mode.value} mode was not measured: {why.wanted}"
-        return Advice(work, best, stays, text)
+        missing_mode = f"{mode.value} mode was not measured: {why.wanted}"
+        text = f"stay in {best.value} mode: {stays[best]:,.1f} s; {missing_mode}"
+        return Advice(work, best, stays, text, missing=missing_mode)
     try:
         rates = profile.rates(work, n_seq=n_seq)
     except ModeNotMeasured:
         if switch_s is None:
-            return Advice(work, best, stays, f"{_stays(stays)}; {_without_switch(profile)}")
+            missing_switch = _without_switch(profile)
+            return Advice(work, best, stays, f"{_stays(stays)}; {missing_switch}", missing=missing_switch)
         rates = replace(profile, switches=_given(switch_s, way)).rates(work, n_seq=n_seq)
     way = way or next(iter(rates.tier_switch_s))
     if switch_s is not None:
@@ -121,7 +133,7 @@ def _advise(profile: Profile, work: Work, n_seq: int, way: str | None, switch_s:
         raise ModeNotMeasured("way", f"a switch ({way}) to another", why_not)
     ways = {one: compare(rates.in_tier(one), work) for one in TIMED if one in rates.tier_switch_s}
     found = ways[way]
-    return Advice(work, found.best, found.seconds, _sentence(found), way, ways)
+    return Advice(work, found.best, found.seconds, f"{_sentence(found)}{_made(way, ways)}", way, ways)
 
 
 def _stay(profile: Profile, mode: SplitMode, work: Work, n_seq: int) -> float:
@@ -160,3 +172,16 @@ def _sentence(found: Comparison) -> str:
         f"too close to call: {best.value} takes {found.seconds[best]:,.1f} s and {other.value} "
         f"{found.seconds[other]:,.1f} s, and measurements differ by {found.rates.noise:.0%}; {found.why}"
     )
+
+
+def _made(way: str, ways: Mapping[str, Comparison]) -> str:
+    """Say how the switches that were judged are made, and which other way would make the work faster."""
+    if len(ways) == 1:
+        return ""
+    found = ways[way]
+    quickest = min(ways, key=lambda one: ways[one].seconds[ways[one].best])
+    text = f"; this is for a switch {MADE[way]}"
+    least_s = ways[quickest].seconds[ways[quickest].best]
+    if found.seconds[found.best] - least_s <= found.rates.noise * least_s:
+        return text
+    return f"{text}: {MADE[quickest]} {ways[quickest].best.value} takes {least_s:,.1f} s"

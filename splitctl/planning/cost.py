@@ -79,6 +79,7 @@ class Rates:
         pinned_ms_per_token: what a token takes more after a switch with pinned weights, ms.
         after_switch_ms: what a token takes more after the switch of `switch_s`, ms.
         noise: share by which timings of identical work differ from run to run: what is closer is not decided by them.
+        is_of_work: they hold for the work that was asked about, and at other lengths they are others.
     """
 
     switch_s: float
@@ -88,6 +89,7 @@ class Rates:
     pinned_ms_per_token: float = PINNED_MS_PER_TOKEN
     after_switch_ms: float = 0.0
     noise: float = NOISE
+    is_of_work: bool = False
 
     def of(self, mode: SplitMode) -> ModeRates:
         """Give the rates of a mode; ConfigInvalid for one that nobody measured."""
@@ -285,7 +287,10 @@ class Comparison:
                 return f"no switch pays with these weights: no mode gains the {more:g} ms that they add to a token"
             fast = _as_fast_in_everything(self.rates)
             slow = SplitMode.TENSOR if fast is SplitMode.LAYER else SplitMode.LAYER
-            return f"no switch ever pays: {fast.value} mode reads and generates at least as fast as {slow.value} mode"
+            known = f"{fast.value} mode reads and generates"
+            if self.rates.is_of_work:
+                return f"no switch pays for such work: {known} it at least as fast as {slow.value} mode"
+            return f"no switch ever pays: {known} at least as fast as {slow.value} mode"
         prompt, generate = round(self.break_even.prompt), round(self.break_even.generate)
         return (
             f"the switch {self.switch.value} pays from more than {prompt:,} uncached tokens of prompt and "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from splitctl.planning.advice import advise
+from splitctl.planning.advice import MADE, advise
 from splitctl.planning.cost import Choice, Comparison, Work
 from splitctl.planning.profile import ModeNotMeasured, Profile
 
@@ -64,7 +64,7 @@ def _lengths(longest: int, n: int) -> tuple[int, ...]:
 def _fastest(profile: Profile, work: Work) -> Comparison:
     advice = advise(profile, work)
     if not advice.ways:
-        raise ModeNotMeasured("mode", "a switch", advice.sentence)
+        raise ModeNotMeasured("mode", "a switch", advice.missing)
     switches = [choice for choice in Choice if choice.is_switch]
     return min(advice.ways.values(), key=lambda one: min(one.seconds[choice] for choice in switches))
 
@@ -93,12 +93,20 @@ def _switching(profile: Profile, n_ctx: int) -> str:
     best: Sequence[Choice] = sorted({one.best for one in pays}, key=lambda one: one.value)
     told = []
     for choice in best:
-        works = [one.work for one in pays if one.best is choice]
+        points = [one for one in pays if one.best is choice]
+        works = [one.work for one in points]
+        made = " or ".join(dict.fromkeys(_made(one) for one in points))
         told.append(
-            f"the switch {choice.value} pays from about {min(one.prompt for one in works):,} tokens of prompt with "
-            f"enough of an answer, and from about {min(one.generate for one in works):,} generated"
+            f"the switch {choice.value}, {made}, pays from about {min(one.prompt for one in works):,} tokens of prompt "
+            f"with enough of an answer, and from about {min(one.generate for one in works):,} generated"
         )
     return "; ".join(told)
+
+
+def _made(found: Comparison) -> str:
+    """Say how the fastest switch is made."""
+    times = found.rates.tier_switch_s
+    return next(told for way, told in MADE.items() if times.get(way) == found.rates.switch_s)
 
 
 def _never(plane: Plane) -> str:

@@ -307,6 +307,7 @@ class Profile:
             tier_switch_s={way: pause for way, (pause, _) in costs.items()},
             pinned_ms_per_token=costs["pinned"][1] if "pinned" in costs else 0.0,
             noise=max(NOISE, layer.noise, tensor.noise),
+            is_of_work=True,
         )
 
 

@@ -102,7 +102,7 @@ class Comparison:
         gain = best.busy_s - auto.busy_s
         known = ""
         if self.oracle is not None:
-            known = f"; whoever had known all of it had saved {best.busy_s - self.oracle.busy_s:,.1f} s"
+            known = f"; an oracle would save {best.busy_s - self.oracle.busy_s:,.1f} s"
         n = len(auto.switched_at)
         how = f"{n} switch{'' if n == 1 else 'es'} by --policy auto"
         share = abs(gain) / best.busy_s if best.busy_s else 0.0

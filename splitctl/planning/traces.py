@@ -2,18 +2,20 @@
 
 Laws:
     1. A line that is no request is refused, with its number and what was wanted; none is left out in silence.
-    2. Lines are counted before anything is made of them.
+    2. Lines are taken one by one: neither too many, nor too long ones, nor requests that nobody asked for are kept.
     3. Requests come out in the order in which they came, the first at 0 s.
 """
 
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NoReturn
 
 from splitctl.errors import ConfigInvalid
@@ -22,7 +24,7 @@ from splitctl.planning.cost import MAX_TOKENS
 #: More lines are no trace for this.
 MAX_LINES = 1_000_000
 #: A longer line is no request [characters].
-_MAX_LINE = 65_536
+MAX_LINE = 65_536
 #: Seconds from here on are milliseconds since 1970: as seconds it would be the year 5138.
 _MS_FROM = 1e11
 
@@ -76,29 +78,51 @@ def parse_trace(text: str) -> list[Request]:
     Raises:
         TraceInvalid: there is no request, or too many, or a line is none.
     """
-    n_lines = text.count("\n") + 1
-    if n_lines > MAX_LINES:
-        raise TraceInvalid("the trace", f"of {n_lines:,} lines", f"{MAX_LINES:,} at most; cut it")
-    lines = [line.removesuffix("\r") for line in text.split("\n")]
-    start = next((number for number, line in enumerate(lines, 1) if line.strip()), None)
+    return read_trace(text.split("\n"))[0]
+
+
+def read_trace(lines: Iterable[str], n_most: int = MAX_LINES) -> tuple[list[Request], int]:
+    """Read the first requests of a trace that comes line by line, with how many there are in all; raises as above."""
+    numbered = _numbered(lines)
+    start = next((one for one in numbered if one[1].strip()), None)
     if start is None:
         raise TraceInvalid("the trace", "empty", "a line for each request")
-    is_json = lines[start - 1].lstrip().startswith("{")
-    rows = _of_json(lines) if is_json else _of_csv(lines, start)
-    requests = sorted((_request(number, row) for number, row in rows), key=lambda one: one.arrival)
+    taken = itertools.chain([start], numbered)
+    rows = _of_json(taken) if start[1].lstrip().startswith("{") else _of_csv(taken, start[0])
+    requests: list[Request] = []
+    n_all = 0
+    for number, row in rows:
+        n_all += 1
+        requests.append(_request(number, row))
+        # Whatever has to be thrown away is thrown away now and then.
+        if len(requests) >= 2 * n_most:
+            requests = sorted(requests, key=_arrival)[:n_most]
     if not requests:
         raise TraceInvalid("the trace", "a header alone", "a line for each request")
+    requests = sorted(requests, key=_arrival)[:n_most]
     first = requests[0].arrival
-    return [replace(one, arrival=one.arrival - first) for one in requests]
+    return [replace(one, arrival=one.arrival - first) for one in requests], n_all
 
 
-def _of_json(lines: Sequence[str]) -> Iterator[tuple[int, Mapping[str, object]]]:
+def _arrival(one: Request) -> float:
+    return one.arrival
+
+
+def _numbered(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """Count lines from 1 on, and refuse one that is too long, or one too many."""
     for number, line in enumerate(lines, 1):
+        if number > MAX_LINES + 1 or (number > MAX_LINES and line.strip()):
+            raise TraceInvalid("the trace", f"of more than {MAX_LINES:,} lines", f"{MAX_LINES:,} at most; cut it")
+        if len(line) > MAX_LINE:
+            raise TraceInvalid(f"line {number}", f"of more than {MAX_LINE:,} characters", "a line of one request")
+        yield number, line.removesuffix("\r")
+
+
+def _of_json(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, Mapping[str, object]]]:
+    for number, line in lines:
         if not line.strip():
             continue
         where = f"line {number}"
-        if len(line) > _MAX_LINE:
-            raise TraceInvalid(where, f"of {len(line):,} characters", "an object of one request")
         try:
             plain = json.loads(line, parse_constant=_no_number)
         except (ValueError, RecursionError) as error:
@@ -108,8 +132,8 @@ def _of_json(lines: Sequence[str]) -> Iterator[tuple[int, Mapping[str, object]]]
         yield number, _flat(plain)
 
 
-def _of_csv(lines: Sequence[str], start: int) -> Iterator[tuple[int, Mapping[str, object]]]:
-    rows = csv.reader((line[: _MAX_LINE + 1] for line in lines[start - 1 :]), strict=True)
+def _of_csv(lines: Iterable[tuple[int, str]], start: int) -> Iterator[tuple[int, Mapping[str, object]]]:
+    rows = csv.reader((line for _, line in lines), strict=True)
     header: list[str] | None = None
     number = start - 1
     try:
@@ -129,7 +153,7 @@ def _of_csv(lines: Sequence[str], start: int) -> Iterator[tuple[int, Mapping[str
 
 
 def _require(number: int, row: Mapping[str, object]) -> None:
-    known = {kind for name in row for kind, pattern in _NAMES.items() if pattern.fullmatch(_plain(name))}
+    known = {_kind(name) for name in row}
     if not {"arrival", "prompt", "generated"} <= known:
         what = "fields of arrival, prompt and generated, as docs/commands.md names them"
         raise TraceInvalid(f"line {number}", _shown(",".join(row)), what)
@@ -148,8 +172,8 @@ def _flat(plain: Mapping[str, object]) -> dict[str, object]:
 def _request(number: int, row: Mapping[str, object]) -> Request:
     found: dict[str, tuple[str, object]] = {}
     for name, value in row.items():
-        kind = next((kind for kind, pattern in _NAMES.items() if pattern.fullmatch(_plain(name))), None)
-        if kind is None or (value in {None, ""} and kind in {"cached", "max"}):
+        kind = _kind(name)
+        if kind is None or (kind in {"cached", "max"} and (value is None or value == "")):
             continue
         if kind in found:
             raise TraceInvalid(f"line {number}", f"with {found[kind][0]} and {name}", "one of the two")
@@ -167,8 +191,11 @@ def _request(number: int, row: Mapping[str, object]) -> Request:
     return Request(arrival, counts["prompt"], cached, counts["generated"], counts.get("max"))
 
 
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z]", "", name.lower())
+@lru_cache(maxsize=1024)
+def _kind(name: str) -> str | None:
+    """Tell which number of a request a name is of; None: of none."""
+    plain = re.sub(r"[^a-z]", "", name.lower())
+    return next((kind for kind, pattern in _NAMES.items() if pattern.fullmatch(plain)), None)
 
 
 def _tokens(where: str, value: object) -> int:

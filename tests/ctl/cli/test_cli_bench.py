@@ -200,7 +200,7 @@ def test_a_picture_that_cannot_be_drawn_is_told(place: _Place, capsys: pytest.Ca
     place.report.profile = Profile(MEASURED.modes)
     assert place.bench("--plot", str(place.folder / "plane.png")) == ExitCode.FAILED
     out, err = capsys.readouterr()
-    assert "the picture was not drawn" in err
+    assert "plane.png: no switch between them was measured" in err.splitlines()[0]
     assert "prompts" in out
     assert len(place.kept) == 1
 

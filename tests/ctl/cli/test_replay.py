@@ -61,6 +61,21 @@ def test_json_has_the_same_numbers(tmp_path: Path, rates: str, capsys: pytest.Ca
     assert faster["oracle"]["busy_s"] < body["courses"]["oracle"]["busy_s"]
 
 
+def test_switches_are_made_as_serve_makes_them(tmp_path: Path, rates: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside where its time is known, else from the file; which one it is stands in the answer."""
+    trace = _trace(tmp_path, 2)
+    assert main(["replay", trace, "--rates", rates, "--json"]) is ExitCode.DONE
+    told = capsys.readouterr()
+    assert (json.loads(told.out)["way"], "made with weights from the file" in told.err) == ("file", True)
+    known = tmp_path / "known.json"
+    known.write_text(json.dumps(_RATES | {"tier_switch_s": {"file": 5.0, "beside": 0.1}}))
+    assert main(["replay", trace, "--rates", str(known), "--json"]) is ExitCode.DONE
+    beside = json.loads(capsys.readouterr().out)
+    assert main(["replay", trace, "--rates", str(known), "--json", "--way", "beside"]) is ExitCode.DONE
+    assert json.loads(capsys.readouterr().out) == beside
+    assert beside["way"] == "beside"
+
+
 def test_no_switch_where_none_is_allowed(tmp_path: Path, rates: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Bounds are the policy's: with a stay that is longer than the trace it switches once at most."""
     argv = ["replay", _trace(tmp_path, 5), "--rates", rates, "--json", "--min-stay", "90000", "--from", "tensor"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -163,9 +164,12 @@ def test_of_several_the_nearest_and_newest_is_named(place: _Place) -> None:
         lambda text: text.replace('"layer"', '"sideways"'),
         lambda text: text.replace('"made_at":1700000000.0', '"made_at":NaN'),
         lambda text: text.replace('"rpc":[]', '"rpc":["h:1"]'),
+        lambda text: text.replace('"made_at":1700000000.0', '"made_at":1e300'),
+        lambda text: text.replace('"made_at":1700000000.0', '"made_at":-1e12'),
+        lambda text: text.replace('"depth":0', '"depth":1' + "0" * 400),
         lambda text: json.dumps([text]),
     ],
-    ids=["cut", "negative", "mode", "nan", "another key", "no object"],
+    ids=["cut", "negative", "mode", "nan", "another key", "far time", "early time", "huge depth", "no object"],
 )
 def test_a_damaged_profile_counts_as_none(place: _Place, damage: Callable[[str], str]) -> None:
     """A file that is no profile of its name is not given; the answer says that it is damaged and how to measure."""
@@ -177,6 +181,15 @@ def test_a_damaged_profile_counts_as_none(place: _Place, damage: Callable[[str],
     assert found.kept is found.stale is None
     assert f"the profile in {path} is damaged" in found.why
     assert "splitctl bench -m" in found.why
+
+
+def test_a_pipe_in_place_of_a_profile_is_not_waited_for(place: _Place) -> None:
+    """What is no regular file counts as damaged, and the look for a profile comes back."""
+    place.folder.mkdir(parents=True)
+    os.mkfifo(place.folder / place.kept().key.file_name)
+    found = place.look()
+    assert found.kept is None
+    assert "is damaged (the message is no regular file" in found.why
 
 
 def test_a_damaged_profile_beside_it_does_no_harm(place: _Place) -> None:

@@ -12,7 +12,7 @@ from splitctl.placement import SplitMode
 from splitctl.planning.advice import advise
 from splitctl.planning.cost import Choice, Work, compare
 from splitctl.planning.profile import LeftOut, ModeNotMeasured, Profile
-from tests.ctl.planning.profiles import MEASURED, constant, switch
+from tests.ctl.planning.profiles import MEASURED, constant, exactly, switch
 
 _WORK = Work(58300, 1000)
 
@@ -23,7 +23,7 @@ def test_a_profile_of_constant_rates_says_what_its_rates_say() -> None:
     rates = MEASURED.rates(_WORK)
     assert advice.comparison == compare(rates.in_tier("file"), _WORK)
     assert (advice.best, advice.way, list(advice.ways)) == (Choice.LAYER_TO_TENSOR, "file", ["file", "pinned"])
-    assert advice.sentence == compare(rates, _WORK).sentence
+    assert advice.sentence.startswith(compare(rates, _WORK).sentence)
     pinned = advise(MEASURED, _WORK, way="pinned")
     gain = advice.seconds[Choice.LAYER_TO_TENSOR] - pinned.seconds[Choice.LAYER_TO_TENSOR]
     assert gain == pytest.approx(4.0 - 1000 * 0.5e-3)
@@ -46,6 +46,30 @@ def test_a_way_without_the_file_is_not_taken_for_it() -> None:
     why = replace(pinned, left_out=(LeftOut("resident", "both placements do not fit"),))
     with pytest.raises(ModeNotMeasured, match="both placements do not fit"):
         advise(why, _WORK, way="resident")
+
+
+def test_the_sentence_says_how_its_switch_is_made() -> None:
+    """Where several ways were measured the one that is judged is named, and one that does the work sooner."""
+    slow = (*MEASURED.switches[2:], replace(MEASURED.switches[0], pause=exactly(20.0)))
+    profile = replace(MEASURED, switches=slow)
+    said = advise(profile, _WORK).sentence
+    quick = advise(profile, _WORK, way="pinned")
+    assert said.endswith(
+        "; this is for a switch with weights from the file: with pinned weights layer->tensor takes "
+        f"{quick.seconds[quick.best]:,.1f} s"
+    )
+    assert quick.sentence.endswith("; this is for a switch with pinned weights")
+    assert "this is for" not in advise(replace(MEASURED, switches=slow[2:]), _WORK).sentence
+
+
+@pytest.mark.parametrize("work", [Work(0, 100), Work(5000, 100, 5000), Work(1, 100)])
+def test_a_switch_that_short_work_does_not_pay_for_is_not_said_never_to_pay(work: Work) -> None:
+    """Few tokens are read as fast as steps are made, which says nothing of longer prompts."""
+    slow = (constant(SplitMode.LAYER, 200.0, 15.0), constant(SplitMode.TENSOR, 100.0, 20.0))
+    modes = tuple(replace(one, reads=tuple(x for x in one.reads if x.n_tokens > 1)) for one in slow)
+    said = advise(replace(MEASURED, modes=modes), work).sentence
+    assert "no switch pays for such work: tensor mode reads and generates it at least as fast as layer mode" in said
+    assert "ever" not in said
 
 
 @given(st.integers(0, 100_000), st.integers(0, 100_000), st.integers(0, 5000), st.integers(1, 8))

@@ -31,6 +31,7 @@ def test_a_switch_that_pays_is_told_with_its_limits() -> None:
     assert "layer mode reads fastest with -ub 512 (800 tokens/s), tensor mode generates fastest (20.0 tokens/s)" in said
     pays = plane_of(MEASURED, 32768).switches()
     assert {one.best for one in pays} == {Choice.LAYER_TO_TENSOR}
+    assert "; the switch layer->tensor, with pinned weights, pays from about" in said
     assert f"pays from about {min(one.work.prompt for one in pays):,} tokens of prompt" in said
 
 
@@ -59,4 +60,7 @@ def test_without_switches_that_is_said() -> None:
     profile = Profile(MEASURED.modes)
     with pytest.raises(ModeNotMeasured):
         plane_of(profile, 4096)
-    assert "whether a switch pays was not measured" in conclusion(profile, 4096)
+    said = conclusion(profile, 4096)
+    assert said.endswith("; whether a switch pays was not measured: no switch between them was measured")
+    one = replace(profile, modes=profile.modes[:1])
+    assert "pays was not measured: tensor mode was not measured" in conclusion(one, 4096)

@@ -224,6 +224,15 @@ def test_a_spread_is_three_times_in_order_or_refused(low: float, middle: float, 
             Spread(middle, low, high, n)
 
 
+def test_what_took_no_time_somewhere_still_takes_some() -> None:
+    """Points of no length leave seconds above nothing, which others divide by."""
+    none, some = exactly(0.0), exactly(1.0)
+    mode = MeasuredMode(
+        SplitMode.LAYER, 512, (Read(8, 0, some), Read(512, 0, none)), (Step(1, 0, some), Step(1, 64, none))
+    )
+    assert min(mode.read_s(2048), mode.read_s(512), mode.step_s(1, 1024), mode.generate_s(9, 2048)) > 0.0
+
+
 def test_damaged_numbers_are_refused() -> None:
     """Tokens and sequences that cannot be, a way that nobody knows, and a mode without a rate."""
     good = exactly(1.0)
@@ -233,10 +242,14 @@ def test_damaged_numbers_are_refused() -> None:
         lambda: Read(1, -1, good),
         lambda: Step(0, 0, good),
         lambda: Step(1, -1, good),
+        lambda: Read(10**400, 0, good),
+        lambda: Step(1, 10**400, good),
         lambda: SwitchTime(layer, tensor, "by-hand", False, 1, good, good),
         lambda: SwitchTime(layer, tensor, "file", False, -1, good, good),
         lambda: SwitchTime(layer, tensor, "file", False, 1, good, good, more_ms=math.nan),
+        lambda: SwitchTime(layer, tensor, "file", False, 10**400, good, good),
         lambda: MeasuredMode(layer, 512, (), (Step(1, 0, good),)),
+        lambda: MeasuredMode(layer, 512, (Read(8, 0, good),) * 1_001, (Step(1, 0, good),)),
         lambda: MeasuredMode(layer, 512, (Read(8, 64, good),), (Step(1, 0, good),)),
         lambda: MeasuredMode(layer, 512, (Read(8, 0, exactly(0.0)),), (Step(1, 0, good),)),
         lambda: MeasuredMode(layer, 512, (Read(8, 0, good),), (Step(2, 0, good),)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitctl.planning import traces
-from splitctl.planning.traces import Request, TraceInvalid, parse_trace
+from splitctl.planning.traces import Request, TraceInvalid, parse_trace, read_trace
 
 _LINE = {"arrival": 0, "prompt": 10, "cached": 2, "generated": 3}
 
@@ -62,6 +63,8 @@ def test_names_of_others(text: str) -> None:
         ('{"arrival": 0, "prompt": 1, "generated": 1}\n[]', "line 2 is []; wanted: an object of one request"),
         ('{"arrival": 0, "prompt": true, "generated": 1}', "line 1: prompt is True"),
         ('{"arrival": 0, "prompt": 1.5, "generated": 1}', "line 1: prompt is 1.5"),
+        ('{"arrival": 0, "prompt": [1], "generated": 1}', "line 1: prompt is [1]; wanted: whole tokens"),
+        ('{"arrival": 0, "prompt": 1, "cached": {}, "generated": 1}', "line 1: cached is {}; wanted: whole tokens"),
         ('{"arrival": 0, "prompt": -1, "generated": 1}', "line 1: prompt is -1"),
         ('{"arrival": NaN, "prompt": 1, "generated": 1}', "line 1 is no JSON (NaN is no number)"),
         ('{"arrival": -1, "prompt": 1, "generated": 1}', "line 1: arrival is -1"),
@@ -76,13 +79,31 @@ def test_a_bad_line_is_named(text: str, said: str) -> None:
     assert str(caught.value).startswith(said)
 
 
-def test_lines_are_counted_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trace of too many lines is refused before any of them is read, and so is a line that is too long."""
+def test_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace of too many lines is refused, and so is a line that is too long."""
     monkeypatch.setattr(traces, "MAX_LINES", 3)
-    with pytest.raises(TraceInvalid, match="the trace is of 5 lines; wanted: 3 at most"):
-        parse_trace("nothing\n" * 4)
-    with pytest.raises(TraceInvalid, match="line 1 is of 70,0"):
+    line = json.dumps(_LINE)
+    assert len(parse_trace(f"{line}\n" * 3)) == 3
+    with pytest.raises(TraceInvalid, match="the trace is of more than 3 lines; wanted: 3 at most"):
+        parse_trace(f"{line}\n" * 4)
+    with pytest.raises(TraceInvalid, match="line 1 is of more than 65,536 characters"):
         parse_trace('{"arrival": 0' + " " * 70_000 + "}")
+
+
+def test_no_more_lines_are_taken_than_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace without an end is left as soon as it is too long."""
+    monkeypatch.setattr(traces, "MAX_LINES", 3)
+    endless = itertools.count()
+    with pytest.raises(TraceInvalid, match="more than 3 lines"):
+        read_trace(json.dumps(_LINE) for _ in endless)
+    assert next(endless) == 4
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(1, 9))
+def test_the_first_of_a_trace_are_those_that_came_first(times: list[int], n_most: int) -> None:
+    """Whatever is thrown away on the way, the first requests are those of the whole trace, in its order."""
+    lines = [json.dumps({"arrival": at, "prompt": number, "generated": 1}) for number, at in enumerate(times)]
+    assert read_trace(lines, n_most) == (parse_trace("\n".join(lines))[:n_most], len(times))
 
 
 @given(st.text(max_size=200) | st.text('{}[],:0123456789.eE-\n "arivlpomtgned', max_size=200))
