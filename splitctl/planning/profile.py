@@ -19,12 +19,14 @@ from typing import Self
 from splitctl.errors import ConfigInvalid
 from splitctl.outcome import StageTimes
 from splitctl.placement import SplitMode
-from splitctl.planning.cost import MAX_TPS, NOISE, TIMED, ModeRates, Rates, Work
+from splitctl.planning.cost import MAX_TOKENS, MAX_TPS, NOISE, TIMED, ModeRates, Rates, Work
 
 #: Longer than any measurement [s].
 _MAX_S = 1e6
-#: More repetitions than anybody makes.
-_MAX_RUNS = 10_000
+#: More repetitions than anybody makes, and more things that are measured of one kind.
+_MAX_RUNS, _MAX_THINGS = 10_000, 1_000
+#: Nothing takes less than a token at the highest rate [s].
+_LEAST_S = 1.0 / MAX_TPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,14 @@ class Spread:
         return (self.high - self.low) / 2 / self.median if self.median else 0.0
 
 
+def _checked(name: str, n: int, depth: int) -> None:
+    """Refuse numbers of tokens or sequences that nobody measures."""
+    if not (1 <= n <= MAX_TOKENS and 0 <= depth <= MAX_TOKENS):
+        most = 10 * MAX_TOKENS
+        found = f"{min(n, most)} at depth {min(depth, most)}"
+        raise ConfigInvalid(name, found, f"from 1, at a depth from 0 on, up to {MAX_TOKENS:.0e}")
+
+
 @dataclass(frozen=True, slots=True)
 class Read:
     """Tokens read at once by one sequence.
@@ -79,8 +89,7 @@ class Read:
     seconds: Spread
 
     def __post_init__(self) -> None:
-        if self.n_tokens < 1 or self.depth < 0:
-            raise ConfigInvalid("n_tokens", f"{self.n_tokens} at depth {self.depth}", "from 1, at a depth from 0 on")
+        _checked("n_tokens", self.n_tokens, self.depth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +107,7 @@ class Step:
     seconds: Spread
 
     def __post_init__(self) -> None:
-        if self.n_seq < 1 or self.depth < 0:
-            raise ConfigInvalid("n_seq", f"{self.n_seq} at depth {self.depth}", "from 1, at a depth from 0 on")
+        _checked("n_seq", self.n_seq, self.depth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +130,8 @@ class MeasuredMode:
     steps: tuple[Step, ...]
 
     def __post_init__(self) -> None:
+        _few("reads", self.reads)
+        _few("steps", self.steps)
         if not any(one.depth == 0 and one.seconds.median > 0.0 for one in self.reads):
             raise ConfigInvalid("reads", "none at depth 0", "at least one, which took some time")
         if not any(one.n_seq == 1 and one.seconds.median > 0.0 for one in self.steps):
@@ -146,7 +156,7 @@ class MeasuredMode:
         """Give the seconds of one token for each of so many sequences, each of which holds `depth` tokens."""
         lone = [(one.depth, one.seconds.median) for one in self.steps if one.n_seq == 1]
         if n_seq <= 1:
-            return _line(lone, depth)
+            return max(_line(lone, depth), _LEAST_S)
         # Sequences together are measured at one depth; each of them adds what depth adds to one alone.
         at = min(one.depth for one in self.steps)
         together = [(one.n_seq, one.seconds.median) for one in self.steps if one.depth == at]
@@ -169,7 +179,7 @@ class MeasuredMode:
             flat.append((1, min(self.step_s(), shortest[1])))
         seconds = _line(flat, n)
         if not deep or not depth:
-            return seconds
+            return max(seconds, _LEAST_S)
         size = max(deep)
         series = [(one.depth, one.seconds.median) for one in self.reads if one.n_tokens == size]
         series = series if any(not at for at, _ in series) else [(0, _line(flat, size)), *series]
@@ -210,8 +220,9 @@ class SwitchTime:
     def __post_init__(self) -> None:
         if self.way not in TIMED:
             raise ConfigInvalid("way", self.way, f"one of {', '.join(TIMED)}")
-        if self.n_tokens < 0 or not 0.0 <= self.more_ms <= _MAX_S:
-            raise ConfigInvalid("n_tokens", f"{self.n_tokens}, {self.more_ms} ms more", "numbers from 0 on")
+        if not (0 <= self.n_tokens <= MAX_TOKENS and 0.0 <= self.more_ms <= _MAX_S):
+            found = f"{min(self.n_tokens, 10 * MAX_TOKENS):,}, {self.more_ms:g} ms more"
+            raise ConfigInvalid("n_tokens", found, f"numbers from 0 on, up to {MAX_TOKENS:.0e} tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +258,10 @@ class Profile:
     modes: tuple[MeasuredMode, ...]
     switches: tuple[SwitchTime, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("modes", "switches", "left_out"):
+            _few(name, getattr(self, name))
 
     def of(self, mode: SplitMode, n_ubatch: int | None = None) -> MeasuredMode:
         """Give a mode with a size of micro-batches; None: the one that reads a long prompt fastest.
@@ -309,6 +324,12 @@ class Profile:
             noise=max(NOISE, layer.noise, tensor.noise),
             is_of_work=True,
         )
+
+
+def _few(name: str, things: Sequence[object]) -> None:
+    """Refuse more things of one kind than anybody measures: every answer goes through all of them."""
+    if len(things) > _MAX_THINGS:
+        raise ConfigInvalid(name, f"{len(things):,} entries", f"{_MAX_THINGS:,} at most")
 
 
 def _reading(mode: MeasuredMode, work: Work, n_seq: int) -> float:
