@@ -246,6 +246,8 @@ def _picture(path: Path) -> Draw:
         raise click.UsageError(f"drawing needs the package {error.name}: {way}") from error
     if path.suffix[1:].lower() not in KINDS:
         raise click.BadParameter(f"{path.name!r} does not end in one of {', '.join(KINDS)}", param_hint="--plot")
+    if not path.parent.is_dir():
+        raise click.BadParameter(f"there is no folder {path.parent}; make it, or name another", param_hint="--plot")
     return picture
 
 

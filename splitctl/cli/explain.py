@@ -22,6 +22,7 @@ from splitctl.planning.advice import advise
 from splitctl.planning.cost import (
     MAX_SWITCH_S,
     MAX_TOKENS,
+    TIMED,
     Choice,
     Comparison,
     RatesInvalid,
@@ -56,8 +57,8 @@ _TOKENS = click.IntRange(0, MAX_TOKENS)
 @click.option("--generate", type=_TOKENS, required=True, metavar="G", help="Tokens to generate.")
 @click.option(
     "--weights",
-    type=click.Choice([one.value for one in WeightsTier if one is not WeightsTier.AUTO]),
-    help="Judge switches with weights from this tier, by its measured time.",
+    type=click.Choice(TIMED),
+    help="Judge switches with weights from this tier, or beside in a served session, by their measured time.",
 )
 @click.option(
     "--switch-s",

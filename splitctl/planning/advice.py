@@ -176,9 +176,9 @@ def _sentence(found: Comparison) -> str:
 
 def _made(way: str, ways: Mapping[str, Comparison]) -> str:
     """Say how the switches that were judged are made, and which other way would make the work faster."""
-    if len(ways) == 1:
-        return ""
     found = ways[way]
+    if len(ways) == 1 or all(one.switch is None for one in ways.values()):
+        return ""
     quickest = min(ways, key=lambda one: ways[one].seconds[ways[one].best])
     text = f"; this is for a switch {MADE[way]}"
     least_s = ways[quickest].seconds[ways[quickest].best]

@@ -195,6 +195,13 @@ def test_a_picture_of_no_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.usefixtures("drawing")
+def test_a_picture_without_a_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder that is missing is named before anything is measured, not ten minutes later."""
+    assert main(["bench", "-m", "x", "--plot", str(tmp_path / "none" / "plane.png")]) == ExitCode.USAGE
+    assert f"there is no folder {tmp_path / 'none'}; make it" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("drawing")
 def test_a_picture_that_cannot_be_drawn_is_told(place: _Place, capsys: pytest.CaptureFixture[str]) -> None:
     """What was measured is told and kept all the same; the last word is the status."""
     place.report.profile = Profile(MEASURED.modes)

@@ -80,6 +80,15 @@ def test_the_kept_profile_answers(place: _Place, capfd: pytest.CaptureFixture[st
     assert four["seconds"]["layer"] > 4 * 58300 / 800
 
 
+def test_every_way_that_a_table_shows_can_be_judged(place: _Place, capfd: pytest.CaptureFixture[str]) -> None:
+    """A switch beside is asked for by the name that its row has."""
+    beside = tuple(dataclasses.replace(one, way="beside") for one in MEASURED.switches[:1])
+    place.keep(dataclasses.replace(MEASURED, switches=(*MEASURED.switches, *beside)))
+    body, _ = _explain(place, capfd, "--weights", "beside")
+    assert (body["way"], list(body["tiers"])) == ("beside", ["file", "pinned", "beside"])
+    assert "; this is for a switch beside in a served session" in body["sentence"]
+
+
 def test_people_are_told_from_when_it_is(place: _Place, capfd: pytest.CaptureFixture[str]) -> None:
     """Day, build, model and devices stand above the tables; the tiers that were measured are rows of one."""
     place.keep()
