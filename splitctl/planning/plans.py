@@ -175,11 +175,13 @@ class Plans:
             return _GO_ON
         n_free = self._n_seq_max - len(floor.active)
         # Nobody is held for longer than the bound; whoever waits for a sequence is not held.
-        due = min((job.came for job, _ in long), default=math.inf) + self._bounds.max_wait_s
+        dues = {job.number: job.came + self._bounds.max_wait_s for job, _ in long}
+        due = min(dues.values(), default=math.inf)
         is_idle = all(job.n_unread for job in floor.active)
         n_ready = min(len(long), n_free) + sum(1 for job in floor.active if job.n_unread)
-        held = frozenset(job.number for job, _ in long if job.came + self._bounds.max_wait_s > floor.at)
-        hold = Next(switches=False, held=held, until=due if due > floor.at else math.inf)
+        held = frozenset(number for number, at in dues.items() if at > floor.at)
+        # One whose bound is over may still wait for a sequence: the next bound counts.
+        hold = Next(switches=False, held=held, until=min((dues[number] for number in held), default=math.inf))
         if n_ready >= n or is_idle or (due <= floor.at and n_free):
             return self._switching(floor, hold)
         return hold

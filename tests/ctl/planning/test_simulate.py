@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from splitctl.placement import SplitMode
@@ -129,6 +129,14 @@ def _trace(drawn: Sequence[tuple[float, int, float, int]]) -> list[Request]:
     start=st.sampled_from(MODES),
     n_seq=st.sampled_from([1, 2, 4]),
     bounds=st.builds(Settings, st.floats(0.0, 20.0), st.floats(0.0, 30.0), st.floats(0.0, 10.0)),
+)
+@example(
+    # The first prompt's bound is over, and it waits for a sequence while the second one is held.
+    rates=Rates(1.0, ModeRates(100.0, 6.0), ModeRates(981.0, 5.0)),
+    drawn=[(0.0, 0, 0.0, 7), (0.0, 0, 0.0, 6), (0.0, 220, 0.0, 0), (1.0, 12, 0.0, 0)],
+    start=SplitMode.LAYER,
+    n_seq=2,
+    bounds=Settings(0.0, 1.0, 1.0),
 )
 def test_the_laws_on_small_traces(
     rates: Rates, drawn: list[tuple[float, int, float, int]], start: SplitMode, n_seq: int, bounds: Settings
