@@ -131,6 +131,9 @@ def bench(
     """Measure how fast a model reads, generates and switches here, in every mode, and keep it as a profile."""
     if as_md + as_csv + screen.as_json > 1:
         raise click.UsageError("--json, --md and --csv: one of them")
+    measuring = {"-sm": modes, "--ubatch": n_ubatches, "--budget": budget_s, "--quick": quick, "--no-keep": no_keep}
+    if show and (named := [flag for flag, given in measuring.items() if given]):
+        raise click.UsageError(f"--show measures nothing and prints all that is kept; leave out {', '.join(named)}")
     told = _Telling(screen, _picture(plot) if plot is not None else None, plot, as_md=as_md, as_csv=as_csv)
     if show:
         return _show(model, placement, library, rpc, told)

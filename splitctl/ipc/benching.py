@@ -494,7 +494,7 @@ class _Run:
 
     def _tell(self, stage: str, done: float, left_s: float) -> None:
         left = max(round(left_s), 0)
-        note = f"about {left // 60}:{left % 60:02} left"
+        note = f"about {left // 60}:{left % 60:02} left" if left_s > 0.0 else "takes longer than planned"
         self._bencher.on_progress(Progress(stage, done, note))
 
 

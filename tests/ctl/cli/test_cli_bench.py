@@ -89,6 +89,10 @@ def drawing(monkeypatch: pytest.MonkeyPatch) -> Any:
         (["-m", "x", "-sm", "sideways"], "none, layer, row, tensor"),
         (["-m", "x", "--md", "--csv"], "one of them"),
         (["-m", "x", "--md", "--json"], "one of them"),
+        (
+            ["-m", "x", "--show", "--quick", "-sm", "none"],
+            "measures nothing and prints all that is kept; leave out -sm, --quick",
+        ),
     ],
 )
 def test_usage(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:

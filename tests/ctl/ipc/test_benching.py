@@ -401,6 +401,15 @@ def test_progress_says_how_long_it_will_take() -> None:
     assert all(one.note.startswith("about ") for one in told)
 
 
+def test_a_bench_beyond_its_time_says_so() -> None:
+    """The least is measured however long it takes, and then no time is promised."""
+    machine, told = _Machine(token_s=1.0), []
+    with _played(machine):
+        Bencher({}, on_progress=told.append)(_what(budget_s=5.0))
+    assert told[0].note == "about 0:05 left"
+    assert told[-1].note == "takes longer than planned"
+
+
 # -- real processes ----------------------------------------------------------------------------------------------------
 
 
