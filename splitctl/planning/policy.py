@@ -334,7 +334,8 @@ class Policy:
 
     def _until_regret(self, floor: Floor, plans: Plans, pause: float) -> float:
         """Give the seconds until what is done now may have cost a switch's pause; nothing else would be asked for."""
-        if plans.allowed_at(floor) == math.inf:
+        at = plans.allowed_at(floor)
+        if at == math.inf:
             return math.inf
         n_seq = sum(1 for job in floor.active if not job.n_unread) or 1
         mode = floor.mode
@@ -346,7 +347,7 @@ class Policy:
         if share <= 0.0:
             return math.inf
         missing = max((1.0 + self.settings.hysteresis) * pause - self._regret, _PATIENCE * pause)
-        return max(missing / share, _LOOK_S)
+        return max(missing / share, at - floor.at, _LOOK_S)
 
     # ---- what usually comes ----
 

@@ -20,6 +20,9 @@ from splitctl.planning.plans import Bounds, Kind, Plan, Plans
 from splitctl.planning.policy import Active, Policy, Settings, Situation, Waiting
 from splitctl.planning.traces import Request
 
+#: A policy is not asked sooner than after this share of the time in which nothing has happened, and of that since the
+#: first request.
+_RARER, _FINEST = 0.004, 1e-9
 #: Waiting requests that a policy is told of; those behind them wait anyway.
 _TOLD = 32
 #: Ways that things may have gone which the oracle keeps, of each mode.
@@ -180,6 +183,7 @@ class _Host:
         self._answers = Answers()
         self._held: frozenset[int] = frozenset()
         self._again = math.inf
+        self._since = floor.at
 
     def run(self, until: float) -> None:
         """Serve until a time, or until nobody is there and nothing is to be decided before it."""
@@ -234,6 +238,8 @@ class _Host:
 
     def _decide(self) -> None:
         floor, expected = self.floor, self._answers.expected
+        if self.is_due:
+            self._since = floor.at
         self.is_due = False
         waiting = []
         for job in floor.queue[:_TOLD]:
@@ -246,7 +252,11 @@ class _Host:
             active.append(Active(job.number, job.n_unread, job.n_held, left))
         decision = self._policy.decide(Situation(floor.at, floor.mode, tuple(waiting), tuple(active), floor.n_seq_max))
         self._held = decision.hold
-        self._again = math.inf if decision.look_again_s is None else floor.at + decision.look_again_s
+        look_s = math.inf if decision.look_again_s is None else decision.look_again_s
+        if not decision.hold:
+            # While nothing happens for days nobody is asked every moment, and no clock stands still.
+            look_s = max(look_s, _RARER * (floor.at - self._since), _FINEST * floor.at)
+        self._again = floor.at + look_s
         if decision.mode is not floor.mode:
             pause = floor.switch()
             self._policy.switched(floor.at, succeeded=True, seconds=pause)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
@@ -15,7 +16,7 @@ from splitctl.planning.cost import ModeRates, Rates
 from splitctl.planning.floor import Floor, Job
 from splitctl.planning.learned import MODES, Costs, costs_of_rates
 from splitctl.planning.policy import Decision, Policy, Settings, Situation
-from splitctl.planning.simulate import Comparison, Course, compare, stay
+from splitctl.planning.simulate import Comparison, Course, compare, follow, stay
 from splitctl.planning.traces import Request
 
 _LAYER, _TENSOR = SplitMode.LAYER, SplitMode.TENSOR
@@ -35,6 +36,31 @@ def test_requests_share_steps_and_wait_for_a_sequence() -> None:
     # The second prompt is read in a turn with the first one's first step.
     assert course.waits_s == (0.0, 0.0, pytest.approx(1.004, abs=0.002))
     assert course.busy_s == pytest.approx(31 * 0.05 + 3 * 0.002, abs=0.003)
+
+
+@pytest.mark.parametrize(
+    ("rates", "request_", "stay_s"),
+    [
+        (Rates(1.0, ModeRates(1.0, 1.0), ModeRates(1000.0, 1e9)), Request(0.0, 1000, 0, 10**6), 604_800.0),
+        (Rates(0.0, ModeRates(1e9, 1000.0), ModeRates(1e-6, 1e9)), Request(0.0, 10**6, 0, 10**6), 604_800.0),
+        (Rates(1.0, ModeRates(1e-6, 1.0), ModeRates(1.0, 1e-6)), Request(0.0, 10**12, 0, 1), 2.0),
+        (Rates(0.0, ModeRates(1e-6, 1e-6), ModeRates(1e-6, 2e-6)), Request(0.0, 10**12, 0, 10**12), 2.0),
+    ],
+    ids=["long stay", "one mode stands still", "long prompt", "both modes stand still"],
+)
+def test_work_of_years_is_decided_a_few_times(rates: Rates, request_: Request, stay_s: float) -> None:
+    """A policy is not asked again and again while nothing may be done, nor where the clock cannot tell times apart."""
+    requests = [replace(request_, arrival=at) for at in (0.0, 1.0, 2.0)]
+    n_asked = itertools.count()
+
+    class Counted(Policy):
+        def decide(self, situation: Situation) -> Decision:
+            assert next(n_asked) < 20_000
+            return super().decide(situation)
+
+    costs = costs_of_rates(rates)
+    course = follow(requests, Counted(costs, Settings(min_stay_s=stay_s)), costs, _LAYER, 4)
+    assert len(course.waits_s) == 3
 
 
 def test_nobody_there_is_no_time() -> None:
