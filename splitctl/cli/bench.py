@@ -174,8 +174,9 @@ def bench(
         names = tuple(one["name"] for one in about["devices"])
         key = ProfileKey.of(Path(about["path"]), facts, placement, names, rpc)
         kept = KeptProfile(
-            key, report.profile, time.time(), about["version"], driver_text(), model.absolute(), facts.name, _version()
-        )
+            key, report.profile, time.time(), about["version"], driver_text(), model.absolute(), facts.name, _version(),
+            report.cuts,
+        )  # fmt: skip
     return _finish(kept, report, n_ctx, told, is_kept=not no_keep)
 
 
@@ -189,7 +190,7 @@ class _Telling:
     as_md: bool
     as_csv: bool
 
-    def __call__(self, kept: KeptProfile, n_ctx: int, cuts: tuple[str, ...], body: dict[str, Any]) -> ExitCode:
+    def __call__(self, kept: KeptProfile, n_ctx: int, body: dict[str, Any]) -> ExitCode:
         """Tell a profile, and draw it where that is wanted."""
         screen, profile = self.screen, kept.profile
         sentence = conclusion(profile, n_ctx)
@@ -200,7 +201,7 @@ class _Telling:
             "made_at": kept.made_at,
             "key": to_plain(kept.key),
             "profile": to_plain(profile),
-            "cuts": list(cuts),
+            "cuts": list(kept.cuts),
             "sentence": sentence,
             **body,
         }
@@ -209,7 +210,7 @@ class _Telling:
         if screen.as_json:
             screen.answer({**body, "exit_code": int(code)})
             return code
-        for one in cuts:
+        for one in kept.cuts:
             screen.line(f"cut for want of time: {one}")
         if self.as_csv:
             screen.answer({}, csv_of(profile).rstrip("\n"))
@@ -287,7 +288,7 @@ def _finish(kept: KeptProfile | None, report: BenchReport, n_ctx: int, told: _Te
             screen.end_bars()
             screen.line(f"the profile was not kept: {error.strerror or error} ({error.filename})")
     body = {"kept": None if path is None else str(path), "seconds": report.seconds}
-    code = told(kept, n_ctx, report.cuts, body)
+    code = told(kept, n_ctx, body)
     if path is not None and not screen.as_json:
         screen.line(f"kept in {path}")
     return code
@@ -303,7 +304,7 @@ def _show(model: Path, placement: Placement, library: Path | None, rpc: tuple[st
     if found.why:
         told.screen.line(f"stale: {found.why}")
     n_ctx = _longest(read_facts(model), placement)
-    return told(kept, n_ctx, (), {"kept_profile": profile_json(found)})
+    return told(kept, n_ctx, {"kept_profile": profile_json(found)})
 
 
 def _longest(facts: ModelFacts, placement: Placement) -> int:

@@ -38,6 +38,9 @@ _MAX_FILE_BYTES = 1024 * 1024
 #: Parameters that make sense for a file of rates.
 _WITH_RATES = {"rates_file", "prompt", "cached", "generate", "weights", "switch_s", "as_json"}
 
+#: How many times as many tokens as were ever measured a prediction is made for without a word.
+_FAR = 2
+
 _TOKENS = click.IntRange(0, MAX_TOKENS)
 
 
@@ -102,6 +105,9 @@ def explain(
         return screen.fail(type(error).__name__, str(error), ExitCode.FAILED)
     if found.stale is not None:
         screen.line(f"warning: {found.why}")
+    reach = min(one.reach for one in kept.profile.modes)
+    if work.prompt + work.generate > _FAR * reach:
+        screen.line(f"warning: measured up to {reach:,} tokens; beyond that the straight lines go on")
     body = advice.to_json() | {"sequences": placement.n_seq_max, "profile": profile_json(found)}
     tables = _tables(advice.comparison, body["tiers"]) if advice.comparison is not None else []
     return screen.answer(body, source_line(kept), *tables, advice.sentence)

@@ -18,14 +18,14 @@ import shlex
 import stat
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Self
 
 from splitctl.engine.engine import resolve_threads
 from splitctl.errors import BadModelFile, ConfigInvalid, FileChanged
-from splitctl.ipc.wire import MessageInvalid, from_object, line_of, object_of, to_object
+from splitctl.ipc.wire import LATER, MessageInvalid, from_object, line_of, object_of, to_object
 from splitctl.model.facts import ModelFacts
 from splitctl.model.identity import model_digest
 from splitctl.placement import FlashAttn, Placement
@@ -145,6 +145,7 @@ class KeptProfile:
         model_path: the GGUF, as it was named.
         model_name: what the model calls itself.
         splitctl_version: of splitctl.
+        cuts: what was left out of the measurements for want of time, one phrase each.
     """
 
     key: ProfileKey
@@ -155,6 +156,7 @@ class KeptProfile:
     model_path: Path
     model_name: str
     splitctl_version: str
+    cuts: tuple[str, ...] = field(default=(), metadata=LATER)
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.made_at <= _MAX_TIME:

@@ -186,6 +186,11 @@ class MeasuredMode:
         return max(seconds + (_line(series, depth) - _line(series, 0)) * n / size, 1e-9)
 
     @property
+    def reach(self) -> int:
+        """Most tokens that a sequence held in a measurement, those read there included."""
+        return max(*(one.depth + one.n_tokens for one in self.reads), *(one.depth for one in self.steps))
+
+    @property
     def noise(self) -> float:
         """How far repetitions of one thing lie from their median, as a share: the middle over all things."""
         return median([*(one.seconds.share for one in self.reads), *(one.seconds.share for one in self.steps)])

@@ -331,13 +331,14 @@ def test_show_says_that_a_profile_is_stale(
     place: _Place, capsys: pytest.CaptureFixture[str], change: Callable[[_Place], Any], said: str
 ) -> None:
     """A profile of another build is shown, with what has changed and how to measure again."""
-    place.bench()
+    place.bench("--json")
+    cuts = json.loads(capsys.readouterr().out)["cuts"]
     change(place)
-    capsys.readouterr()
     assert place.bench("--show", "--json") == ExitCode.DONE
     out, err = capsys.readouterr()
     assert said in err
     assert json.loads(out)["kept_profile"]["stale"] is True
+    assert json.loads(out)["cuts"] == cuts
 
 
 @pytest.mark.model

@@ -63,8 +63,8 @@ def _explain(
 def test_the_kept_profile_answers(place: _Place, capfd: pytest.CaptureFixture[str]) -> None:
     """The object has what a file of rates gives, the profile that it is from, and every way that was measured."""
     place.keep()
-    body, err = _explain(place, capfd)
-    assert (body["best"], body["close"], list(body["tiers"]), err) == ("layer->tensor", False, ["file", "pinned"], "")
+    body, _ = _explain(place, capfd)
+    assert (body["best"], body["close"], list(body["tiers"])) == ("layer->tensor", False, ["file", "pinned"])
     assert body["seconds"]["layer->tensor"] == pytest.approx(58300 / 800 + 5 + 1000 / 20)
     told = body["profile"]
     assert (told["made_at"], told["stale"], told["why"], told["devices"]) == (
@@ -109,6 +109,17 @@ def test_a_stale_profile_answers_with_a_warning(place: _Place, capfd: pytest.Cap
     assert f"splitctl bench -m {place.model} --device CPU,CPU" in err
     place.library.write_bytes(b"another build")
     assert "another build" in _explain(place, capfd)[0]["profile"]["why"]
+
+
+def test_work_far_beyond_what_was_measured_is_answered_with_a_warning(
+    place: _Place, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Twice as many tokens as any sequence held in the bench are still the profile's to tell."""
+    place.keep()
+    reach = min(one.reach for one in MEASURED.modes)
+    warning = f"measured up to {reach:,} tokens"
+    assert _explain(place, capfd, "--prompt", str(2 * reach - 100), "--generate", "100")[1] == ""
+    assert warning in _explain(place, capfd, "--prompt", str(2 * reach), "--generate", "100")[1]
 
 
 @pytest.mark.parametrize("other", ["nothing", "devices", "weights"])
