@@ -158,7 +158,7 @@ def _table(comparison: Comparison) -> Table:
         mark = "*" if choice is comparison.best else " "
         reading = work.uncached / rates.of(choice.reads_in).prompt_tps
         generating = work.generate / rates.of(choice.generates_in).generate_tps
-        switching = f"{rates.switch_s:,.1f}" if choice.is_switch else "-"
+        switching = f"{rates.switch_time(choice):,.1f}" if choice.is_switch else "-"
         if choice.is_switch:
             generating += work.generate * rates.after_switch_ms / 1e3
         total = f"{comparison.seconds[choice]:,.1f}"

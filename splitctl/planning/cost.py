@@ -80,6 +80,9 @@ class Rates:
         after_switch_ms: what a token takes more after the switch of `switch_s`, ms.
         noise: share by which timings of identical work differ from run to run: what is closer is not decided by them.
         is_of_work: they hold for the work that was asked about, and at other lengths they are others.
+        tier: where the switch of `switch_s` takes the weights from, one of `TIMED`.
+        timed: the switch whose times these are; None: each of both.
+        way_back_s: seconds of the other one, by tier, where they are known.
     """
 
     switch_s: float
@@ -90,6 +93,14 @@ class Rates:
     after_switch_ms: float = 0.0
     noise: float = NOISE
     is_of_work: bool = False
+    tier: str = WeightsTier.FILE.value
+    timed: Choice | None = None
+    way_back_s: Mapping[str, float] = field(default_factory=dict)
+
+    def switch_time(self, choice: Choice) -> float:
+        """Give the seconds of one of the two switches."""
+        is_back = self.timed is not None and choice is not self.timed
+        return self.way_back_s.get(self.tier, self.switch_s) if is_back else self.switch_s
 
     def of(self, mode: SplitMode) -> ModeRates:
         """Give the rates of a mode; ConfigInvalid for one that nobody measured."""
@@ -122,7 +133,10 @@ class Rates:
         if tier not in times:
             raise RatesInvalid(f"tier_switch_s.{tier}", "missing", "seconds of a switch with weights from this tier")
         more = self.pinned_ms_per_token if tier == WeightsTier.PINNED.value else 0.0
-        return replace(self, switch_s=times[tier], tier_switch_s=times, after_switch_ms=more)
+        back = self.way_back_s if switch_s is None else {}
+        return replace(
+            self, switch_s=times[tier], tier_switch_s=times, after_switch_ms=more, tier=tier, way_back_s=back
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +324,8 @@ def compare(rates: Rates, work: Work) -> Comparison:
 def _seconds(choice: Choice, rates: Rates, work: Work) -> float:
     reading = work.uncached / rates.of(choice.reads_in).prompt_tps
     generating = work.generate / rates.of(choice.generates_in).generate_tps
-    switching = rates.switch_s + work.generate * rates.after_switch_ms * _MS if choice.is_switch else 0.0
+    more = work.generate * rates.after_switch_ms * _MS
+    switching = rates.switch_time(choice) + more if choice.is_switch else 0.0
     return reading + generating + switching
 
 
@@ -322,7 +337,7 @@ def _break_even(rates: Rates) -> tuple[Choice | None, BreakEven]:
         reading = 1.0 / writer.prompt_tps - 1.0 / reader.prompt_tps
         writing = 1.0 / reader.generate_tps - 1.0 / writer.generate_tps - rates.after_switch_ms * _MS
         if reading > 0.0 and writing > 0.0:
-            return switch, BreakEven(rates.switch_s / reading, rates.switch_s / writing)
+            return switch, BreakEven(rates.switch_time(switch) / reading, rates.switch_time(switch) / writing)
     return None, BreakEven(None, None)
 
 

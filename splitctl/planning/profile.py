@@ -19,7 +19,7 @@ from typing import Self
 from splitctl.errors import ConfigInvalid
 from splitctl.outcome import StageTimes
 from splitctl.placement import SplitMode
-from splitctl.planning.cost import MAX_TOKENS, MAX_TPS, NOISE, TIMED, ModeRates, Rates, Work
+from splitctl.planning.cost import MAX_TOKENS, MAX_TPS, NOISE, TIMED, Choice, ModeRates, Rates, Work
 
 #: Longer than any measurement [s].
 _MAX_S = 1e6
@@ -319,6 +319,7 @@ class Profile:
         if not times:
             raise ModeNotMeasured("mode", f"a switch to {after.value}", "measure it: splitctl bench")
         costs = {way: cost for way, cost in times.items() if cost is not None}
+        back = {way: self.switch(after, before, way, work.prompt * n_seq) for way in costs}
         first = next(iter(costs))
         return Rates(
             costs[first][0],
@@ -328,6 +329,9 @@ class Profile:
             pinned_ms_per_token=costs["pinned"][1] if "pinned" in costs else 0.0,
             noise=max(NOISE, layer.noise, tensor.noise),
             is_of_work=True,
+            tier=first,
+            timed=Choice(f"{before.value}->{after.value}"),
+            way_back_s={way: cost[0] for way, cost in back.items() if cost is not None},
         )
 
 

@@ -38,7 +38,8 @@ FELL_BACK = SwitchOutcome(
 CONTRACT = (
     "status requested effective requested_placement effective_placement confirmed recomputed reason reasons stage "
     "stages_ms total_ms fallback_ms state_bytes weight_bytes n_sequences n_tokens conversions via via_reason "
-    "peak_device_bytes pause_ms weights weights_reason carry_pinned carry_pinned_reason ahead_bytes ahead_reason stages_gb_s"
+    "peak_device_bytes pause_ms weights weights_reason carry_pinned carry_pinned_reason ahead_bytes ahead_reason "
+    "stages_gb_s"
 )
 STAGES = "quiescing checking saving sealing freeing placing building restoring proving"
 

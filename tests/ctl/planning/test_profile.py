@@ -184,6 +184,19 @@ def test_the_size_of_micro_batches_that_reads_fastest_speaks_for_a_mode() -> Non
     assert profile.of(SplitMode.LAYER, 512) is slow
 
 
+def test_each_choice_counts_the_switch_of_its_own_direction() -> None:
+    """A switch back that takes 4 s is not taken for one there of 5 s, in the tier that is judged alone."""
+    work = Work(500, 100)
+    rates = MEASURED.rates(work)
+    found = compare(rates, work)
+    assert found.seconds[Choice.LAYER_TO_TENSOR] == pytest.approx(500 / 800 + 5 + 100 / 20)
+    assert found.seconds[Choice.TENSOR_TO_LAYER] == pytest.approx(500 / 500 + 4 + 100 / 15)
+    pinned = compare(rates.in_tier("pinned"), work)
+    assert pinned.seconds[Choice.LAYER_TO_TENSOR] == pytest.approx(500 / 800 + 1 + 100 / 20 + 100 * 0.5e-3)
+    given = compare(rates.in_tier("file", 2.0), work)
+    assert given.seconds[Choice.TENSOR_TO_LAYER] == pytest.approx(500 / 500 + 2 + 100 / 15)
+
+
 def test_a_switch_is_taken_from_its_size_way_and_direction() -> None:
     """Between two sizes of the state lies a line, the first of a session counts where no other was measured."""
     one, other = SplitMode.LAYER, SplitMode.TENSOR
