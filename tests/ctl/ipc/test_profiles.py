@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
 import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -210,23 +212,28 @@ def test_a_model_that_is_gone_is_told(place: _Place) -> None:
     assert "cannot be told from others" in found.why
 
 
-def _write_many(kept: KeptProfile, folder: Path) -> None:
-    for _ in range(50):
-        keep(kept, folder)
+_WRITE_MANY = """
+import pickle, sys
+from splitctl.ipc.profiles import keep
+kept, folder = pickle.load(sys.stdin.buffer)
+for _ in range(50):
+    keep(kept, folder)
+"""
 
 
 def test_two_processes_write_whole_files(place: _Place) -> None:
     """While two processes write one profile, whoever reads finds one of the two, whole, and nothing is left beside."""
     mine, theirs = place.kept(made_at=1.0), place.kept(made_at=2.0)
     keep(mine, place.folder)
-    other = multiprocessing.get_context("spawn").Process(target=_write_many, args=(theirs, place.folder))
-    other.start()
     seen = []
-    while other.is_alive():
-        keep(mine, place.folder)
-        seen.append(place.look().kept)
-    other.join()
-    assert other.exitcode == 0
+    with subprocess.Popen([sys.executable, "-c", _WRITE_MANY], stdin=subprocess.PIPE) as other:
+        assert other.stdin is not None
+        other.stdin.write(pickle.dumps((theirs, place.folder)))
+        other.stdin.close()
+        while other.poll() is None:
+            keep(mine, place.folder)
+            seen.append(place.look().kept)
+    assert other.returncode == 0
     assert set(seen) <= {mine, theirs}
     assert [one.name for one in place.folder.iterdir()] == [mine.key.file_name]
 
