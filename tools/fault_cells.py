@@ -380,7 +380,7 @@ def real_beside_cells() -> list[Cell]:
 
 def few_real_beside_cells() -> list[Cell]:
     """Give two of them: the second worker while it restores, the first when it has sealed."""
-    wanted = {("second.restoring", Kind.KILLED, 1), ("first.handed", Kind.KILLED, 4)}
+    wanted = {("second.restoring", Kind.KILLED, 1), ("first.handed", Kind.KILLED, 1)}
     return [
         cell
         for cell in real_beside_cells()
