@@ -13,8 +13,7 @@ from rich.table import Table
 
 from splitctl.cli.hosts import with_screen
 from splitctl.cli.output import ExitCode, Screen
-from splitctl.cli.profiled import find_profile, profile_json, profile_options, source_line
-from splitctl.cli.prompts import read_up_to
+from splitctl.cli.profiled import find_profile, profile_json, profile_options, read_rates, source_line
 from splitctl.errors import ConfigInvalid
 from splitctl.outcome import WeightsTier
 from splitctl.placement import Placement
@@ -28,12 +27,8 @@ from splitctl.planning.cost import (
     RatesInvalid,
     Work,
     compare,
-    parse_rates,
 )
 from splitctl.planning.profile import ModeNotMeasured
-
-#: A longer file holds no rates [bytes].
-_MAX_FILE_BYTES = 1024 * 1024
 
 #: Parameters that make sense for a file of rates.
 _WITH_RATES = {"rates_file", "prompt", "cached", "generate", "weights", "switch_s", "as_json"}
@@ -124,7 +119,7 @@ def _refuse_other_flags() -> None:
 
 def _by_rates(path: Path, work: Work, weights: str | None, switch_s: float | None, screen: Screen) -> ExitCode:
     try:
-        rates = parse_rates(_read(path))
+        rates = read_rates(path)
         if weights is not None or switch_s is not None:
             rates = rates.in_tier(weights or WeightsTier.FILE.value, switch_s)
     except OSError as error:
@@ -135,13 +130,6 @@ def _by_rates(path: Path, work: Work, weights: str | None, switch_s: float | Non
     comparison = compare(rates, work)
     body = comparison.to_json()
     return screen.answer(body, *_tables(comparison, body["tiers"]), comparison.sentence)
-
-
-def _read(path: Path) -> bytes:
-    raw = read_up_to(str(path), _MAX_FILE_BYTES)
-    if len(raw) > _MAX_FILE_BYTES:
-        raise RatesInvalid("the file", f"over {_MAX_FILE_BYTES} bytes", "a file of rates")
-    return raw
 
 
 def _tables(comparison: Comparison, tiers: Mapping[str, Mapping[str, Any]]) -> list[Table]:

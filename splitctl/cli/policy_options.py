@@ -10,20 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from splitctl.cli.prompts import read_up_to
 from splitctl.errors import SplitctlError
 from splitctl.host.config import PolicyConfig
 from splitctl.outcome import Via, WeightsTier
 from splitctl.placement import Placement
-from splitctl.planning.cost import parse_rates
 from splitctl.planning.learned import MODES, Costs, costs_of, costs_of_rates, other_than
 from splitctl.planning.policy import Settings
 
 if TYPE_CHECKING:
     from splitctl.planning.profile import Profile
 
-#: A longer file holds no rates [bytes].
-_MAX_FILE_BYTES = 1024 * 1024
 _PLAIN = Settings()
 
 
@@ -46,23 +42,9 @@ class PolicyOptions:
     bounds: Mapping[str, float]
 
 
-def policy_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the flags; it gets ``policy``: `PolicyOptions`."""
+def bounds_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command what a policy keeps to; it gets ``bounds``: fields of `Settings`, in seconds."""
 
-    @click.option(
-        "--policy",
-        "choice",
-        type=click.Choice(["off", "auto"]),
-        default="off",
-        show_default=True,
-        help="auto: switch to the mode that has the work done soonest, by what bench measured or --rates says.",
-    )
-    @click.option(
-        "--rates",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="Rates for --policy auto, as explain takes them; - is stdin.",
-    )
     @click.option(
         "--min-stay",
         "min_stay_s",
@@ -91,12 +73,35 @@ def policy_options(command: Callable[..., Any]) -> Callable[..., Any]:
         help="Longest pause of a switch, in seconds, while answers are generated.",
     )
     @functools.wraps(command)
-    def wrapped(
-        *, choice: str, rates: Path | None, min_stay_s: float, max_wait_s: float, max_pause_s: float, **given: Any
-    ) -> Any:
+    def wrapped(*, min_stay_s: float, max_wait_s: float, max_pause_s: float, **given: Any) -> Any:
+        bounds = {"min_stay_s": min_stay_s, "max_wait_s": max_wait_s, "max_pause_s": max_pause_s}
+        return command(bounds=bounds, **given)
+
+    return wrapped
+
+
+def policy_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the flags; it gets ``policy``: `PolicyOptions`."""
+
+    @click.option(
+        "--policy",
+        "choice",
+        type=click.Choice(["off", "auto"]),
+        default="off",
+        show_default=True,
+        help="auto: switch to the mode that has the work done soonest, by what bench measured or --rates says.",
+    )
+    @click.option(
+        "--rates",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Rates for --policy auto, as explain takes them; - is stdin.",
+    )
+    @bounds_options
+    @functools.wraps(command)
+    def wrapped(*, choice: str, rates: Path | None, bounds: Mapping[str, float], **given: Any) -> Any:
         if rates is not None and choice == "off":
             raise click.UsageError("--rates is for --policy auto; give both or neither")
-        bounds = {"min_stay_s": min_stay_s, "max_wait_s": max_wait_s, "max_pause_s": max_pause_s}
         return command(policy=PolicyOptions(choice == "auto", rates, bounds), **given)
 
     return wrapped
@@ -139,8 +144,9 @@ def policy_config(
 
 
 def _rated(file: Path, weights: WeightsTier) -> Costs:
+    from splitctl.cli.profiled import read_rates  # noqa: PLC0415 - as above
 
-    rates = parse_rates(read_up_to(str(file), _MAX_FILE_BYTES))
+    rates = read_rates(file)
     known = [one for one in (Via.BESIDE.value, weights.value) if one in rates.tiers]
     return costs_of_rates(rates.in_tier(known[0]) if known else rates)
 

@@ -1,4 +1,4 @@
-"""What commands share that answer from a kept profile: the flags that say of what, and the look for it."""
+"""What commands share that answer from measured numbers: the flags of a kept profile, the look for it, and rates."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from splitctl.cli.options import Command, library_option, placement_options, rpc_option
+from splitctl.cli.prompts import read_up_to
 from splitctl.model.facts import read_facts
 from splitctl.placement import Placement
+from splitctl.planning.cost import Rates, RatesInvalid, parse_rates
 
 if TYPE_CHECKING:
     from splitctl.ipc.profiles import Found, KeptProfile
+
+#: A longer file holds no rates [bytes].
+_MAX_RATES_BYTES = 1024 * 1024
 
 #: Fields of a placement that a profile does not depend on; `-np` says for how many sequences is asked.
 _NOT_OF_THE_KEY = ("mode", "main_gpu", "n_ctx", "n_batch", "n_ubatch", "kv_unified")
@@ -83,3 +88,16 @@ def source_line(kept: KeptProfile) -> str:
 
     devices = ",".join(kept.key.devices) or "the library's devices"
     return f"measured {day_of(kept)}: {kept.model_name} on {devices}; {kept.driver or 'no driver'}"
+
+
+def read_rates(path: Path) -> Rates:
+    """Read a file of rates, or stdin for `-`.
+
+    Raises:
+        RatesInvalid: it holds none.
+        OSError: it cannot be read.
+    """
+    raw = read_up_to(str(path), _MAX_RATES_BYTES)
+    if len(raw) > _MAX_RATES_BYTES:
+        raise RatesInvalid("the file", f"over {_MAX_RATES_BYTES} bytes", "a file of rates")
+    return parse_rates(raw)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import IO, Any
@@ -14,23 +14,21 @@ from rich.table import Table
 
 from splitctl.cli.hosts import with_screen
 from splitctl.cli.output import ExitCode, Screen
-from splitctl.cli.policy_options import way_of
-from splitctl.cli.profiled import find_profile, profile_json, profile_options, source_line
-from splitctl.cli.prompts import read_up_to
+from splitctl.cli.policy_options import bounds_options, way_of
+from splitctl.cli.profiled import find_profile, profile_json, profile_options, read_rates, source_line
 from splitctl.ipc.jobs import Progress
 from splitctl.outcome import Via, WeightsTier
 from splitctl.placement import Placement, SplitMode
 from splitctl.planning.advice import MADE
-from splitctl.planning.cost import TIMED, RatesInvalid, parse_rates
+from splitctl.planning.cost import TIMED, RatesInvalid
 from splitctl.planning.learned import MODES, Costs, costs_of, costs_of_rates
 from splitctl.planning.policy import Policy, Settings
 from splitctl.planning.profile import ModeNotMeasured
 from splitctl.planning.simulate import MAX_FOR_ORACLE, Comparison, compare
 from splitctl.planning.traces import MAX_LINE, TraceInvalid, read_trace
 
-#: Longer files hold no trace, and no rates; no character takes more [bytes].
-_MAX_TRACE_BYTES, _MAX_RATES_BYTES, _MAX_CHARACTER = 256 * 1024 * 1024, 1024 * 1024, 4
-_PLAIN = Settings()
+#: A longer file holds no trace; no character takes more [bytes].
+_MAX_TRACE_BYTES, _MAX_CHARACTER = 256 * 1024 * 1024, 4
 
 
 @click.command()
@@ -62,33 +60,7 @@ _PLAIN = Settings()
     metavar="N",
     help="Requests of the trace that are replayed, from its beginning.",
 )
-@click.option(
-    "--min-stay",
-    "min_stay_s",
-    type=click.FloatRange(min=0.0),
-    default=_PLAIN.min_stay_s,
-    show_default=True,
-    metavar="S",
-    help="Least seconds between two switches.",
-)
-@click.option(
-    "--max-wait",
-    "max_wait_s",
-    type=click.FloatRange(min=0.0),
-    default=_PLAIN.max_wait_s,
-    show_default=True,
-    metavar="S",
-    help="Most seconds that a prompt is held for a switch.",
-)
-@click.option(
-    "--max-pause",
-    "max_pause_s",
-    type=click.FloatRange(min=0.0),
-    default=_PLAIN.max_pause_s,
-    show_default=True,
-    metavar="S",
-    help="Longest pause of a switch, in seconds, while answers are generated.",
-)
+@bounds_options
 @profile_options
 @with_screen
 def replay(
@@ -98,9 +70,7 @@ def replay(
     way: str | None,
     start: str,
     n_most: int,
-    min_stay_s: float,
-    max_wait_s: float,
-    max_pause_s: float,
+    bounds: Mapping[str, float],
     model: Path | None,
     placement: Placement,
     library: Path | None,
@@ -108,7 +78,7 @@ def replay(
     screen: Screen,
 ) -> int:
     """Replay a trace of requests in simulated time, and say if switching by itself had paid."""
-    settings = Settings(min_stay_s=min_stay_s, max_wait_s=max_wait_s, max_pause_s=max_pause_s)
+    settings = Settings(**bounds)
     source: str | dict[str, Any] | None
     try:
         if rates_file is not None:
@@ -166,10 +136,7 @@ def replay(
 
 def _rated(path: Path, way: str | None) -> tuple[str, Costs]:
     """Give the way that is replayed, without a word that of `serve`, and what it costs."""
-    raw = read_up_to(str(path), _MAX_RATES_BYTES)
-    if len(raw) > _MAX_RATES_BYTES:
-        raise _too_long(_MAX_RATES_BYTES, str(path))
-    rates = parse_rates(raw)
+    rates = read_rates(path)
     if way is None:
         way = Via.BESIDE.value if Via.BESIDE.value in rates.tiers else WeightsTier.FILE.value
     return way, costs_of_rates(rates.in_tier(way))

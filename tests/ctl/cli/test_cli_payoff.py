@@ -36,10 +36,16 @@ def _run(*arguments: str | Path, code: int = 0, **env: str) -> tuple[dict[str, A
     return json.loads(done.stdout), done.stderr.decode()
 
 
+@pytest.fixture
+def no_profile(tmp_path: Path) -> dict[str, str]:
+    """A cache folder without the profiles that its user has measured."""
+    return {"XDG_CACHE_HOME": str(tmp_path)}
+
+
 @pytest.mark.model
-def test_a_run_with_a_switch_ends_with_rates_and_a_verdict(smollm2: Path) -> None:
+def test_a_run_with_a_switch_ends_with_rates_and_a_verdict(smollm2: Path, no_profile: dict[str, str]) -> None:
     """The rates are those of the timings, what was not measured is null, and the last line judges the switch."""
-    body, said = _run("-m", smollm2, *_RUN, "-p", "Once upon a time", "-n", "4")
+    body, said = _run("-m", smollm2, *_RUN, "-p", "Once upon a time", "-n", "4", **no_profile)
     payoff, timings = body["payoff"], body["timings"]
     modes = payoff["rates"]["modes"]
     assert modes["layer"] == {"prompt_tps": pytest.approx(timings["prompt"]["tps"]), "generate_tps": None}
@@ -53,9 +59,10 @@ def test_a_run_with_a_switch_ends_with_rates_and_a_verdict(smollm2: Path) -> Non
 
 
 @pytest.mark.model
-def test_a_run_without_a_switch_judges_none(smollm2: Path) -> None:
+def test_a_run_without_a_switch_judges_none(smollm2: Path, no_profile: dict[str, str]) -> None:
     """Where the prompt's mode is the generation's, nothing is said of a switch."""
-    body, said = _run("-m", smollm2, "--device", "CPU,CPU", "-c", "512", "-t", "1", "-p", "Once", "-n", "2")
+    flags = ("--device", "CPU,CPU", "-c", "512", "-t", "1", "-p", "Once", "-n", "2")
+    body, said = _run("-m", smollm2, *flags, **no_profile)
     assert body["payoff"] is None
     assert "switch" not in said
 
