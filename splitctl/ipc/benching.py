@@ -281,7 +281,7 @@ class _Run:
             n_batch=what.placement.n_batch,
             room=what.room,
             # Each of them holds a few tokens and makes a few; in one cache for all they share the room.
-            n_seqs=tuple(n for n in what.n_seqs if (n if what.placement.kv_unified else 1) * 2 * SHORT <= what.room),
+            n_seqs=tuple(n for n in what.n_seqs if (n if what.placement.kv_unified else 1) * 3 * SHORT <= what.room),
             n_ubatches=tuple(fitting),
             tiers=tuple(one.value for one in self._tiers),
             rounds=what.rounds,

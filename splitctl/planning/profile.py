@@ -2,7 +2,8 @@
 
 Laws:
     1. What was measured is kept as it came: median, lowest and highest of the repetitions, never a rate alone.
-    2. Between two measured points a straight line is taken, beyond the last one the last slope; what was never
+    2. Between two measured points a straight line is taken. Beyond the last one the slope goes on that leads there from
+       the nearest point that lies lower by more than repetitions differ; without one nothing is added. What was never
        measured in a mode is not guessed from the other mode.
     3. Seconds of a prompt are those of its uncached tokens, at the depth where they stand.
 """
@@ -154,12 +155,12 @@ class MeasuredMode:
 
     def step_s(self, n_seq: int = 1, depth: float = 0.0) -> float:
         """Give the seconds of one token for each of so many sequences, each of which holds `depth` tokens."""
-        lone = [(one.depth, one.seconds.median) for one in self.steps if one.n_seq == 1]
+        lone = [_point(one.depth, one.seconds) for one in self.steps if one.n_seq == 1]
         if n_seq <= 1:
             return max(_line(lone, depth), _LEAST_S)
         # Sequences together are measured at one depth; each of them adds what depth adds to one alone.
         at = min(one.depth for one in self.steps)
-        together = [(one.n_seq, one.seconds.median) for one in self.steps if one.depth == at]
+        together = [_point(one.n_seq, one.seconds) for one in self.steps if one.depth == at]
         return max(_line(together, n_seq) + n_seq * (_line(lone, depth) - _line(lone, at)), 1e-9)
 
     def generate_s(self, n: int, depth: int = 0, n_seq: int = 1) -> float:
@@ -171,18 +172,21 @@ class MeasuredMode:
         return sum((b - a) * self.step_s(n_seq, (a + b) / 2) for a, b in itertools.pairwise(cuts))
 
     def _chunk_s(self, n: int, depth: int) -> float:
-        flat = [(one.n_tokens, one.seconds.median) for one in self.reads if one.depth == 0]
+        flat = [_point(one.n_tokens, one.seconds) for one in self.reads if one.depth == 0]
         deep = {one.n_tokens for one in self.reads if one.depth > 0}
         shortest = min(flat)
         if n < shortest[0]:
             # One token read is a token generated.
-            flat.append((1, min(self.step_s(), shortest[1])))
+            alone = min(self.step_s(), shortest[1])
+            flat.append((1, alone, alone, alone))
         seconds = _line(flat, n)
         if not deep or not depth:
             return max(seconds, _LEAST_S)
         size = max(deep)
-        series = [(one.depth, one.seconds.median) for one in self.reads if one.n_tokens == size]
-        series = series if any(not at for at, _ in series) else [(0, _line(flat, size)), *series]
+        series = [_point(one.depth, one.seconds) for one in self.reads if one.n_tokens == size]
+        if not any(not point[0] for point in series):
+            start = _line(flat, size)
+            series.append((0, start, start, start))
         return max(seconds + (_line(series, depth) - _line(series, 0)) * n / size, 1e-9)
 
     @property
@@ -295,7 +299,7 @@ class Profile:
         found = [one for one in found if one.is_first is is_first] or found
         if not found:
             return None
-        pause = max(_line([(one.n_tokens, one.pause.median) for one in found], n_tokens), 0.0)
+        pause = max(_line([_point(one.n_tokens, one.pause) for one in found], n_tokens), 0.0)
         return pause, median([one.more_ms for one in found])
 
     def ways(self, before: SplitMode, after: SplitMode) -> tuple[str, ...]:
@@ -352,19 +356,30 @@ def _generating(mode: MeasuredMode, work: Work, n_seq: int) -> float:
     return max(mode.generate_s(n, work.prompt, n_seq) / n, 1.0 / MAX_TPS)
 
 
-def _line(points: Iterable[tuple[float, float]], at: float) -> float:
-    """Take the value at a place from straight lines through points.
+Point = tuple[float, float, float, float]
+"""Where, and the median, the lowest and the highest of what was measured there."""
 
-    Before the first point it is that one's value; beyond the last the line goes on, and never falls.
+
+def _point(where: float, seconds: Spread) -> Point:
+    return where, seconds.median, seconds.low, seconds.high
+
+
+def _line(points: Iterable[Point], at: float) -> float:
+    """Take the value at a place from straight lines through points; before the first point it is that one's value.
+
+    Beyond the last the line goes on from the nearest one that is lower for certain; a slope that is within what
+    repetitions differ by would be noise, many times over.
     """
-    sums: dict[float, list[float]] = {}
-    for place, value in points:
-        sums.setdefault(place, []).append(value)
-    known = [(place, math.fsum(values) / len(values)) for place, values in sorted(sums.items())]
+    found: dict[float, list[Point]] = {}
+    for point in points:
+        found.setdefault(point[0], []).append(point)
+    known = [tuple(math.fsum(column) / len(same) for column in zip(*same, strict=True)) for same in found.values()]
+    known.sort()
     if at <= known[0][0] or len(known) == 1:
         return known[0][1]
-    for (x0, y0), (x1, y1) in itertools.pairwise(known):
+    for (x0, y0, *_), (x1, y1, *_) in itertools.pairwise(known):
         if at <= x1:
             return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
-    (x0, y0), (x1, y1) = known[-2:]
-    return y1 + max(y1 - y0, 0.0) * (at - x1) / (x1 - x0)
+    last, value, low, _ = known[-1]
+    lower = next(((x, y) for x, y, _, high in reversed(known[:-1]) if high < low), None)
+    return value if lower is None else value + (value - lower[1]) * (at - last) / (last - lower[0])

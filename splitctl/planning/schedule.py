@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from splitctl.model.facts import ModelFacts
+from splitctl.outcome import WeightsTier
 from splitctl.placement import Placement, SplitMode
 from splitctl.planning.fitting import lacking, needs_of_mode
 from splitctl.planning.memory import DeviceFacts, plan_mode
@@ -26,7 +27,12 @@ SMALL_STATE = 256
 _SPARE = 256
 #: Attention makes deep reads slower than the first numbers say, and a machine is never quite idle.
 _SLOWER = 1.3
-_WARM_STEPS = 3
+#: Steps before those that count: so many, or fewer if they take so long [seconds].
+MOST_WARM_STEPS, LEAST_WARM_STEPS, WARM_S = 8, 2, 0.5
+#: Steps that count as one measurement.
+_MOST_STEPS = 32
+#: Of the time that there is, what a cut has to save to be worth it [share].
+_WORTH = 0.04
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +106,7 @@ class Schedule:
 
     def round_s(self, look: Look) -> float:
         """Tell how long one round takes in one mode with one size of micro-batches, seconds."""
-        steps = (self.n_steps + _WARM_STEPS) * look.step_s
+        steps = self.n_steps * look.step_s + _warm_s(look.step_s)
         reading = sum(n + min(n, 64) for n in self.lengths) + self.depths[-1] + self.chunk + 64
         together = sum(n * SHORT * look.token_s + (1 + n) / 2 * steps for n in self.n_seqs)
         return _SLOWER * (reading * look.token_s + len(self.depths) * steps + together)
@@ -124,10 +130,13 @@ class Schedule:
         if len(pair) < 2:
             return 0.0
         worst = Look(*(max(getattr(one, item.name) for one in pair) for item in dataclasses.fields(Look)))
-        one = worst.place_s + (self.n_steps + 2 * _WARM_STEPS) * worst.step_s
+        steps = self.n_steps * worst.step_s + 2 * _warm_s(worst.step_s)
         n_switches = 2 + 2 * len(self.held) * self.switch_rounds
         reading = (sum(self.held) + self.held[0]) * worst.token_s
-        return _SLOWER * len(self.tiers) * (2 * worst.open_s + n_switches * one + reading)
+        each = 2 * worst.open_s + n_switches * steps + reading
+        # Where both placements stay, each of two sessions places the other one once.
+        placed = sum(2 if tier == WeightsTier.RESIDENT.value else n_switches for tier in self.tiers)
+        return _SLOWER * (len(self.tiers) * each + placed * worst.place_s)
 
     def beside_s(self, looks: Mapping[SplitMode, Look]) -> float:
         """Tell how long switches beside take, seconds: each of them opens a session anew, and reads nothing."""
@@ -136,16 +145,30 @@ class Schedule:
         return _SLOWER * (n_opened * each_s + 2 * self.held[-1] * max(one.token_s for one in looks.values()))
 
 
+def _warm_s(step_s: float) -> float:
+    return max(LEAST_WARM_STEPS * step_s, min(MOST_WARM_STEPS * step_s, WARM_S + step_s))
+
+
 def schedule(wish: Wish, looks: Mapping[SplitMode, Look], left_s: float, *, reopened: bool = False) -> Schedule:
     """Choose what to measure in the time that is left, seconds; see `Schedule.rounds_s` for the other arguments."""
     full = _full(wish)
     found = full
+
     # Whether a switch pays is the question: switches go last, and then there is time for something else.
+    def missing_s(now: Schedule) -> float:
+        return now.rounds_s(looks, reopened=reopened) + now.switches_s(looks) - left_s
+
     for begin in (full, replace(full, tiers=())):
-        found = begin
-        for cut in (_nothing, *_cuts()):
-            found = cut(found)
-            if found.rounds_s(looks, reopened=reopened) + found.switches_s(looks) <= left_s:
+        # First without what would save next to nothing: where a model takes long to place, depth costs nothing.
+        for worth in (_WORTH, 0.0):
+            found = begin
+            for cut in _cuts():
+                if missing_s(found) <= 0.0:
+                    break
+                less = cut(found)
+                if missing_s(found) - missing_s(less) >= worth * left_s:
+                    found = less
+            if missing_s(found) <= 0.0:
                 return replace(found, cuts=tuple(_said(full, found)))
     return replace(found, cuts=tuple(_said(full, found)))
 
@@ -161,7 +184,9 @@ def _full(wish: Wish) -> Schedule:
     lengths = tuple(n for n in (SHORT, 4 * SHORT, 16 * SHORT) if n < chunk)
     large = min(max(depths[-1], chunk), room)
     held = tuple(sorted({min(SMALL_STATE, chunk), max(large, min(SMALL_STATE, chunk))}))
-    return Schedule(lengths, chunk, tuple(depths), wish.n_seqs, 8, wish.n_ubatches, wish.rounds, wish.tiers, held, 3)
+    n_steps = max(1, min(_MOST_STEPS, room // 8))
+    n_seqs, n_ubatches = wish.n_seqs, wish.n_ubatches
+    return Schedule(lengths, chunk, tuple(depths), n_seqs, n_steps, n_ubatches, wish.rounds, wish.tiers, held, 3)
 
 
 Cut = Callable[[Schedule], Schedule]
@@ -200,16 +225,12 @@ def _cuts() -> Sequence[Cut]:
         return replace(now, n_seqs=tuple(dict.fromkeys((now.n_seqs[0], now.n_seqs[-1]))))
 
     return (
-        most(rounds=3), most(switch_rounds=2), shallower(8192), first("n_ubatches", 2), ends, first("n_ubatches", 1),
-        smaller(1024), shallower(4096), smaller(512), shallower(2048), most(rounds=2), first("tiers", 2),
-        most(switch_rounds=1, n_steps=4), shallower(1024), smaller(256), first("held", 1), first("tiers", 1),
-        shallower(512), smaller(128), shallower(256), first("n_seqs", 1), smaller(64), shallower(0),
-        first("lengths", 1), most(rounds=1, n_steps=2), smaller(SHORT),
+        most(rounds=3), most(switch_rounds=2), shallower(8192), first("n_ubatches", 2), most(n_steps=16), ends,
+        first("n_ubatches", 1), smaller(1024), shallower(4096), most(n_steps=8), smaller(512), shallower(2048),
+        most(rounds=2), first("tiers", 2), most(switch_rounds=1, n_steps=4), shallower(1024), smaller(256),
+        first("held", 1), first("tiers", 1), shallower(512), smaller(128), shallower(256), first("n_seqs", 1),
+        smaller(64), shallower(0), first("lengths", 1), most(rounds=1, n_steps=2), smaller(SHORT),
     )  # fmt: skip
-
-
-def _nothing(now: Schedule) -> Schedule:
-    return now
 
 
 def _fitted(now: Schedule) -> Schedule:

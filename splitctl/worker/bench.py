@@ -18,6 +18,7 @@ from splitctl.ipc.orders import Measure, WorkerEvent
 from splitctl.ipc.wire import MessageInvalid
 from splitctl.outcome import SwitchStatus, WeightsTier
 from splitctl.placement import SplitMode
+from splitctl.planning.schedule import LEAST_WARM_STEPS, MOST_WARM_STEPS, WARM_S
 from splitctl.probing.computing import numbers_as_tokens
 from splitctl.probing.passage import PASSAGE
 from splitctl.session import Session
@@ -32,8 +33,8 @@ Emit = Callable[[WorkerEvent], None]
 _ALIVE_S = 1.0
 #: How long a copy of the weights may take to fill [seconds].
 _COPY_S = 600.0
-#: Most tokens that are read before what counts, and steps that are made: threads wake, clocks rise, buffers are made.
-_N_WARM, _N_WARM_STEPS = 64, 2
+#: Most tokens that are read before what counts: threads wake, clocks rise, buffers are made.
+_N_WARM = 64
 #: Tokens that each of several sequences holds before they generate together.
 _N_SHORT = 32
 #: The likeliest token: drawing takes the least.
@@ -185,7 +186,11 @@ class _Bench:
         self._emit(orders.Timed(order.order, is_read=False, n=n_seq, depth=depth, seconds=seconds))
 
     def _warm_up(self, n_seq: int = 1) -> None:
-        for _ in range(_N_WARM_STEPS):
+        """Make steps that do not count: the CUDA backend records its graphs in the third or fourth of a kind."""
+        started = perf_counter()
+        for number in range(MOST_WARM_STEPS):
+            if number >= LEAST_WARM_STEPS and perf_counter() - started >= WARM_S:
+                break
             self._step(n_seq)
 
     def _step(self, n_seq: int) -> None:

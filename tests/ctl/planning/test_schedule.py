@@ -41,6 +41,23 @@ def test_what_is_cut_is_said() -> None:
     assert plan.tiers[0] == "file"
 
 
+def test_what_saves_nothing_is_not_cut() -> None:
+    """Where placing a model takes the time, ways and repetitions of switches go, and deep reads stay."""
+    looks = {mode: Look(0.00025, 0.0145, 8.0, 4.6) for mode in (SplitMode.LAYER, SplitMode.TENSOR)}
+    plan = schedule(replace(_WISH, room=20480), looks, 180.0)
+    assert _seconds(plan, looks) <= 180.0
+    assert len(plan.tiers) < len(_WISH.tiers)
+    assert plan.depths[-1] >= 2048
+
+
+def test_where_both_placements_stay_a_switch_places_nothing() -> None:
+    """Switches with resident weights are not counted as if each of them loaded the model."""
+    looks = {mode: replace(look, place_s=60.0) for mode, look in _FAST.items()}
+    plan = schedule(replace(_WISH, n_ubatches=(512,)), looks, 1e6)
+    seconds = {way: replace(plan, tiers=(way,)).switches_s(looks) for way in ("file", "resident")}
+    assert seconds["resident"] < seconds["file"] / 4
+
+
 def test_without_any_time_the_least_is_measured() -> None:
     """One read, one step, once, however long they take."""
     plan = schedule(_WISH, _SLOW, 0.0)
