@@ -18,7 +18,17 @@ from splitctl.ipc.process import JobEnd
 from splitctl.model.facts import ModelFacts, read_facts
 from splitctl.model.header import TensorInfo
 from splitctl.placement import FlashAttn, Placement, SplitMode
-from splitctl.probing import ProbeKey, ProbeVerdict, Verdict, VerdictCache, build_id, try_placement, verdict_of_death
+from splitctl.probing import (
+    ProbeKey,
+    ProbeVerdict,
+    Verdict,
+    VerdictCache,
+    build_id,
+    comparing,
+    try_placement,
+    verdict_of_death,
+)
+from splitctl.probing.comparing import NMSE_LIMIT_QUANTIZED, widened
 from splitctl.probing.verdicts import shape_of
 from tests.stublib import Stub, build, needs_compiler, run_child, write_model
 from tools.make_dummies import make_many
@@ -433,6 +443,28 @@ def test_a_real_build_can_split_smollm2(smollm2: Path, real_library: Path) -> No
     found = _ask(smollm2, real_library, _TENSOR)
     assert found.verdict is Verdict.OK, found
     assert 0.0 < found.numbers["nmse"] < 0.02
+
+
+def _strictly(library: str, model: str, limit: float) -> dict[str, Any]:
+    """Try tensor mode with a stricter limit; runs in a child."""
+    comparing.NMSE_LIMIT = limit
+    placement = dataclasses.replace(_TENSOR, n_seq_max=4)
+    return try_placement(Library.open(library), model, placement).to_json()
+
+
+@pytest.mark.model
+def test_a_model_that_differs_from_itself_as_much_is_not_wrong(smollm2: Path, real_library: Path) -> None:
+    """What another order of the same floats does in layer mode too is no fault of tensor mode."""
+    found = run_child(_strictly, real_library, smollm2, 1e-9).value
+    numbers = found["numbers"]
+    assert found["verdict"] == "ok", found
+    assert 1e-9 < numbers["nmse"] <= 4 * numbers["nmse_control"]
+
+
+def test_a_limit_is_widened_by_the_models_own_noise_and_no_further() -> None:
+    """Four times what the model differs from itself by, never less than the limit, never more than the wider one."""
+    assert [widened(0.02, control) for control in (0.0, 0.004, 0.01, 0.5)] == [0.02, 0.02, 0.04, NMSE_LIMIT_QUANTIZED]
+    assert widened(NMSE_LIMIT_QUANTIZED, 1.0) == NMSE_LIMIT_QUANTIZED
 
 
 @pytest.mark.model
