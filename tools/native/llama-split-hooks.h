@@ -1,0 +1,57 @@
+// What llama-split.cpp wants to know from the rest of libllama, and does in it: see hooks.patch.
+
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <vector>
+
+struct ggml_tensor;
+struct llama_context;
+struct llama_context_params;
+struct llama_model;
+struct llama_model_params;
+
+// Memory for an object: where one lies that is made again, or new memory.
+void * llama_split_new(const llama_model *, size_t size);
+void * llama_split_new(const llama_context *, size_t size);
+void   llama_split_delete(const llama_model *, void * object);
+void   llama_split_delete(const llama_context *, void * object);
+
+// Notes how a model was loaded; gives the model.
+llama_model * llama_split_loaded(
+        llama_model * model, const std::string & path, const std::vector<std::string> & splits, const llama_model_params & params);
+void llama_split_freed(const llama_model * model);
+
+// Notes how a context was made; gives the context.
+llama_context * llama_split_made(llama_context * ctx, const llama_context_params & params);
+void llama_split_freed(const llama_context * ctx);
+
+// A call is inside a context as long as this lives.
+struct llama_split_inside {
+    explicit llama_split_inside(const llama_context * ctx);
+    ~llama_split_inside();
+    llama_split_inside(const llama_split_inside &) = delete;
+
+    const llama_context * ctx;
+};
+
+// Asks the caller for a tensor's bytes; false where they are the file's.
+bool llama_split_from_caller(ggml_tensor * tensor);
+
+// Copies bytes to devices with several threads, none of which outlives it: what is still to be copied when it ends is
+// dropped.
+struct llama_split_uploads {
+    llama_split_uploads();
+    ~llama_split_uploads();
+    llama_split_uploads(const llama_split_uploads &) = delete;
+
+    void put(ggml_tensor * tensor, const void * data, size_t size);
+
+    // Returns when all bytes are there; throws what went wrong on the way. It takes no more after this.
+    void wait();
+
+    struct impl;
+    std::unique_ptr<impl> pimpl;
+};

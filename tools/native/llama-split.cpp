@@ -1,0 +1,766 @@
+// Moves a model, and a context with all that its caller can see of it, to another split mode without a new handle.
+//
+// A model and its context are made again in the memory where they lie: `llama_split_new` gives it to the one object of
+// the class that is made next. So every pointer that a caller has stays right, and the library's own code places the
+// weights, makes the cache and reserves the buffers.
+//
+// Laws:
+//   1. What is refused is refused before anything is touched.
+//   2. Everything that a caller can see is taken out before the old placement is freed, and put into whichever context
+//      is made after it: the new one, or the old one again.
+//   3. What the library aborts for on the way is an exception here: a switch that fails returns false.
+
+#include "llama-split-hooks.h"
+
+#include "llama-split.h"
+
+#include "llama-arch.h"
+#include "llama-context.h"
+#include "llama-impl.h"
+#include "llama-model.h"
+
+#include "ggml-backend.h"
+#include "ggml-cpp.h"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace {
+
+// ---- objects that are made again where they lie ----
+
+struct place_in {
+    void * at   = nullptr; // where the next object goes; nullptr once it has gone there
+    void * kept = nullptr; // memory that is not given back, whoever deletes the object in it
+};
+
+thread_local place_in model_place;
+thread_local place_in context_place;
+
+struct placing {
+    placing(place_in & place, void * at) : place(place) { place = {at, at}; }
+    ~placing() { place = {}; }
+    placing(const placing &) = delete;
+
+    place_in & place;
+};
+
+void * new_in(place_in & place, size_t size) {
+    void * at = std::exchange(place.at, nullptr);
+    return at ? at : ::operator new(size);
+}
+
+void delete_in(place_in & place, void * object) {
+    if (object != place.kept) {
+        ::operator delete(object);
+    }
+}
+
+// ---- aborts as exceptions ----
+
+thread_local bool aborts_throw = false;
+
+ggml_abort_callback_t former_abort = nullptr;
+
+void on_abort(const char * message) {
+    if (aborts_throw) {
+        throw std::runtime_error(message);
+    }
+    if (former_abort) {
+        former_abort(message);
+    } else {
+        fprintf(stderr, "%s\n", message);
+    }
+}
+
+// one switch at a time: the callback is the process's
+std::mutex switching;
+
+struct throwing_aborts {
+    throwing_aborts() : lock(switching) {
+        former_abort = ggml_set_abort_callback(on_abort);
+        aborts_throw = true;
+    }
+    ~throwing_aborts() {
+        aborts_throw = false;
+        ggml_set_abort_callback(former_abort);
+    }
+    throwing_aborts(const throwing_aborts &) = delete;
+
+    std::lock_guard<std::mutex> lock;
+};
+
+// ---- what is known of models and contexts ----
+
+// How a model was loaded, in memory of its own.
+struct load_record {
+    std::string              path;
+    std::vector<std::string> splits;
+    llama_model_params       params = {};
+
+    std::vector<ggml_backend_dev_t>                devices;
+    std::vector<llama_model_kv_override>           kv_overrides;
+    std::vector<llama_model_tensor_buft_override>  bufts;
+    std::deque<std::string>                        patterns;
+
+    llama_model_set_tensor_data_t set_tensor_data = nullptr;
+    void *                        userdata        = nullptr;
+
+    load_record(const std::string & path, const std::vector<std::string> & splits, const llama_model_params & from)
+        : path(path), splits(splits), params(from) {
+        if (from.devices) {
+            for (auto * dev = from.devices; *dev; ++dev) {
+                devices.push_back(*dev);
+            }
+            devices.push_back(nullptr);
+        }
+        if (from.kv_overrides) {
+            auto * one = from.kv_overrides;
+            for (; one->key[0]; ++one) {
+                kv_overrides.push_back(*one);
+            }
+            kv_overrides.push_back(*one);
+        }
+        if (from.tensor_buft_overrides) {
+            auto * one = from.tensor_buft_overrides;
+            for (; one->pattern; ++one) {
+                patterns.emplace_back(one->pattern);
+                bufts.push_back({patterns.back().c_str(), one->buft});
+            }
+            bufts.push_back(*one);
+        }
+        // what reports to the caller of the first load may be gone
+        params.progress_callback           = [](float, void *) { return true; };
+        params.progress_callback_user_data = nullptr;
+    }
+    load_record(const load_record &) = delete;
+
+    llama_model_params in(llama_split_mode mode, const float * tensor_split) {
+        llama_model_params result = params;
+        result.devices               = devices.empty()      ? nullptr : devices.data();
+        result.kv_overrides          = kv_overrides.empty() ? nullptr : kv_overrides.data();
+        result.tensor_buft_overrides = bufts.empty()        ? nullptr : bufts.data();
+        result.split_mode            = mode;
+        result.tensor_split          = tensor_split;
+        return result;
+    }
+};
+
+struct context_record {
+    const llama_model *   model;
+    llama_context_params  params;
+    int                   n_inside = 0; // calls that are inside it
+    std::map<llama_seq_id, llama_sampler *> suspended; // set by the caller, and not for the mode that it is in
+};
+
+std::mutex registry;
+std::unordered_map<const llama_model *, std::shared_ptr<load_record>> models;
+std::unordered_map<const llama_context *, context_record>            contexts;
+
+// ---- bytes of tensors ----
+
+thread_local const load_record * from_caller = nullptr;
+
+} // namespace
+
+// ---- the hooks ----
+
+void * llama_split_new(const llama_model *, size_t size) { return new_in(model_place, size); }
+void * llama_split_new(const llama_context *, size_t size) { return new_in(context_place, size); }
+void   llama_split_delete(const llama_model *, void * object) { delete_in(model_place, object); }
+void   llama_split_delete(const llama_context *, void * object) { delete_in(context_place, object); }
+
+llama_model * llama_split_loaded(
+        llama_model * model, const std::string & path, const std::vector<std::string> & splits, const llama_model_params & params) {
+    if (model && !path.empty() && !params.vocab_only && !params.no_alloc) {
+        auto record = std::make_shared<load_record>(path, splits, params);
+        if (from_caller) {
+            record->set_tensor_data = from_caller->set_tensor_data;
+            record->userdata        = from_caller->userdata;
+        }
+        std::lock_guard<std::mutex> lock(registry);
+        models[model] = std::move(record);
+    }
+    return model;
+}
+
+void llama_split_freed(const llama_model * model) {
+    std::lock_guard<std::mutex> lock(registry);
+    models.erase(model);
+}
+
+llama_context * llama_split_made(llama_context * ctx, const llama_context_params & params) {
+    std::lock_guard<std::mutex> lock(registry);
+    auto & record = contexts[ctx];
+    record.model  = &ctx->get_model();
+    record.params = params;
+    return ctx;
+}
+
+void llama_split_freed(const llama_context * ctx) {
+    std::lock_guard<std::mutex> lock(registry);
+    contexts.erase(ctx);
+}
+
+llama_split_inside::llama_split_inside(const llama_context * ctx) : ctx(ctx) {
+    std::lock_guard<std::mutex> lock(registry);
+    const auto found = contexts.find(ctx);
+    if (found != contexts.end()) {
+        found->second.n_inside++;
+    }
+}
+
+llama_split_inside::~llama_split_inside() {
+    std::lock_guard<std::mutex> lock(registry);
+    const auto found = contexts.find(ctx);
+    if (found != contexts.end()) {
+        found->second.n_inside--;
+    }
+}
+
+bool llama_split_from_caller(ggml_tensor * tensor) {
+    if (!from_caller) {
+        return false;
+    }
+    from_caller->set_tensor_data(tensor, from_caller->userdata);
+    return true;
+}
+
+struct llama_split_uploads::impl {
+    struct job {
+        ggml_tensor * tensor;
+        const void *  data;
+        size_t        size;
+    };
+
+    std::mutex               mutex;
+    std::condition_variable  ready;
+    std::deque<job>          jobs;
+    std::vector<std::thread> threads;
+    std::exception_ptr       failed;
+    bool                     is_over = false;
+
+    void work(bool throws) {
+        aborts_throw = throws;
+        std::unique_lock<std::mutex> lock(mutex);
+        for (;;) {
+            ready.wait(lock, [this] { return is_over || !jobs.empty(); });
+            if (jobs.empty()) {
+                return;
+            }
+            const job one = jobs.front();
+            jobs.pop_front();
+            lock.unlock();
+            std::exception_ptr error;
+            try {
+                ggml_backend_tensor_set(one.tensor, one.data, 0, one.size);
+            } catch (...) {
+                error = std::current_exception();
+            }
+            lock.lock();
+            if (error) {
+                failed = error;
+                jobs.clear();
+            }
+        }
+    }
+
+    void end() {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            is_over = true;
+        }
+        ready.notify_all();
+        for (auto & thread : threads) {
+            thread.join();
+        }
+        threads.clear();
+    }
+};
+
+llama_split_uploads::llama_split_uploads() : pimpl(std::make_unique<impl>()) {}
+
+llama_split_uploads::~llama_split_uploads() {
+    {
+        std::lock_guard<std::mutex> lock(pimpl->mutex);
+        pimpl->jobs.clear();
+    }
+    pimpl->end();
+}
+
+void llama_split_uploads::put(ggml_tensor * tensor, const void * data, size_t size) {
+    constexpr size_t N_THREADS = 4;
+    constexpr size_t MIN_BYTES = 1 << 16; // smaller ones are not worth a hand-over
+
+    auto & self = *pimpl;
+    const char * where = ggml_backend_buft_name(ggml_backend_buffer_get_type(tensor->buffer));
+    // an RPC server has one socket
+    const bool by_thread = size >= MIN_BYTES && !strstr(where, "RPC");
+    if (by_thread && self.threads.size() < N_THREADS) {
+        try {
+            self.threads.emplace_back([&self, throws = aborts_throw] { self.work(throws); });
+        } catch (const std::system_error &) {
+            // as many as there are do it
+        }
+    }
+    if (!by_thread || self.threads.empty()) {
+        ggml_backend_tensor_set(tensor, data, 0, size);
+        return;
+    }
+    std::lock_guard<std::mutex> lock(self.mutex);
+    self.jobs.push_back({tensor, data, size});
+    self.ready.notify_one();
+}
+
+void llama_split_uploads::wait() {
+    pimpl->end();
+    if (pimpl->failed) {
+        std::rethrow_exception(pimpl->failed);
+    }
+}
+
+// ---- a context, taken apart and put together ----
+
+struct llama_context_split {
+    // Everything that a caller can see of a context, but for what its memory holds.
+    struct visible {
+        llama_context_params params;
+
+        std::vector<llama_sampler_seq_config>   samplers;
+        std::map<llama_seq_id, llama_sampler *> suspended;
+
+        uint32_t n_ctx_train;
+
+        bool              embeddings;
+        bool              embeddings_nextn;
+        bool              embeddings_nextn_masked;
+        bool              causal_attn;
+        bool              warmup;
+        int32_t           nextn_layer_offset;
+        std::vector<bool> embeddings_layer_inp;
+
+        llama_cross cross;
+
+        buffer_view<float>              logits, embd, embd_nextn;
+        std::vector<buffer_view<float>> embd_layer_inp;
+        std::vector<int32_t>            embd_batch_idxs;
+        llama_context::sampling_info    sampling;
+
+        std::map<llama_seq_id, std::vector<float>> embd_seq;
+
+        uint32_t                              n_outputs;
+        std::vector<int32_t>                  output_ids;
+        std::vector<llama_context::swap_info> output_swaps;
+        ggml_backend_buffer_ptr               buf_output;
+
+        ggml_threadpool_t   threadpool, threadpool_batch;
+        ggml_abort_callback abort_callback;
+        void *              abort_callback_data;
+
+        bool    has_evaluated_once;
+        int64_t t_start_us, t_load_us, t_p_eval_us, t_eval_us, t_compute_start_us, n_queued_tokens;
+        int32_t n_p_eval, n_eval, n_reused;
+    };
+
+    // Says why a context cannot be moved, whatever the mode; empty where it can.
+    static std::string why_not(llama_context & ctx) {
+        if (!ctx.loras->empty()) {
+            return "adapters are set on the context";
+        }
+        if (has_cvec(*ctx.cvec)) {
+            return "a control vector is set on the context";
+        }
+        if (ctx.opt_ctx) {
+            return "the context trains";
+        }
+        if (ctx.cparams.ctx_other) {
+            return "the context works for another one";
+        }
+        if (!ctx.mem_storage.empty()) {
+            return "sequences are kept on the devices";
+        }
+        return "";
+    }
+
+    static std::vector<uint8_t> memory_of(llama_context & ctx) {
+        ctx.synchronize();
+        std::vector<uint8_t> state(ctx.state_get_size());
+        // both give 0 where they fail, and every state has a header
+        if (state.empty() || ctx.state_get_data(state.data(), state.size()) != state.size()) {
+            throw std::runtime_error("the state could not be read");
+        }
+        return state;
+    }
+
+    static visible take(llama_context & ctx, const context_record & record) {
+        visible seen;
+        seen.params    = record.params;
+        seen.suspended = record.suspended;
+        for (const auto & [seq_id, sampler] : ctx.sampling.samplers) {
+            seen.suspended[seq_id] = sampler;
+        }
+        for (const auto & [seq_id, sampler] : seen.suspended) {
+            seen.samplers.push_back({seq_id, sampler});
+        }
+        seen.params.samplers        = seen.samplers.data();
+        seen.params.n_samplers      = seen.samplers.size();
+        seen.params.n_threads       = ctx.cparams.n_threads;
+        seen.params.n_threads_batch = ctx.cparams.n_threads_batch;
+
+        seen.n_ctx_train = ctx.model.hparams.n_ctx_train;
+
+        seen.embeddings              = ctx.cparams.embeddings;
+        seen.embeddings_nextn        = ctx.cparams.embeddings_nextn;
+        seen.embeddings_nextn_masked = ctx.cparams.embeddings_nextn_masked;
+        seen.causal_attn             = ctx.cparams.causal_attn;
+        seen.warmup                  = ctx.cparams.warmup;
+        seen.nextn_layer_offset      = ctx.cparams.nextn_layer_offset;
+        seen.embeddings_layer_inp    = ctx.cparams.embeddings_layer_inp;
+
+        seen.logits          = ctx.logits;
+        seen.embd            = ctx.embd;
+        seen.embd_nextn      = ctx.embd_nextn;
+        seen.embd_layer_inp  = ctx.embd_layer_inp;
+        seen.n_outputs       = ctx.n_outputs;
+        seen.threadpool       = ctx.threadpool;
+        seen.threadpool_batch = ctx.threadpool_batch;
+        seen.abort_callback      = ctx.abort_callback;
+        seen.abort_callback_data = ctx.abort_callback_data;
+
+        seen.has_evaluated_once = ctx.has_evaluated_once;
+        seen.t_start_us         = ctx.t_start_us;
+        seen.t_load_us          = ctx.t_load_us;
+        seen.t_p_eval_us        = ctx.t_p_eval_us;
+        seen.t_eval_us          = ctx.t_eval_us;
+        seen.t_compute_start_us = ctx.t_compute_start_us;
+        seen.n_queued_tokens    = ctx.n_queued_tokens;
+        seen.n_p_eval           = ctx.n_p_eval;
+        seen.n_eval             = ctx.n_eval;
+        seen.n_reused           = ctx.n_reused;
+
+        // nothing fails from here on
+        seen.cross           = std::move(ctx.cross);
+        seen.embd_batch_idxs = std::move(ctx.embd_batch_idxs);
+        seen.sampling        = std::move(ctx.sampling);
+        seen.embd_seq        = std::move(ctx.embd_seq);
+        seen.output_ids      = std::move(ctx.output_ids);
+        seen.output_swaps    = std::move(ctx.output_swaps);
+        seen.buf_output      = std::move(ctx.buf_output);
+        return seen;
+    }
+
+    static void give(llama_context & ctx, visible & seen) {
+        ctx.cparams.embeddings              = seen.embeddings;
+        ctx.cparams.embeddings_nextn        = seen.embeddings_nextn;
+        ctx.cparams.embeddings_nextn_masked = seen.embeddings_nextn_masked;
+        ctx.cparams.causal_attn             = seen.causal_attn;
+        ctx.cparams.warmup                  = seen.warmup;
+        ctx.cparams.nextn_layer_offset      = seen.nextn_layer_offset;
+        ctx.cparams.embeddings_layer_inp    = seen.embeddings_layer_inp;
+
+        ctx.cross           = std::move(seen.cross);
+        ctx.logits          = seen.logits;
+        ctx.embd            = seen.embd;
+        ctx.embd_nextn      = seen.embd_nextn;
+        ctx.embd_layer_inp  = std::move(seen.embd_layer_inp);
+        ctx.embd_batch_idxs = std::move(seen.embd_batch_idxs);
+        // the samplers are those that this mode takes; what the last decode sampled is the caller's still
+        std::swap(seen.sampling.samplers, ctx.sampling.samplers);
+        ctx.sampling     = std::move(seen.sampling);
+        ctx.embd_seq     = std::move(seen.embd_seq);
+        ctx.n_outputs    = seen.n_outputs;
+        ctx.output_ids   = std::move(seen.output_ids);
+        ctx.output_swaps = std::move(seen.output_swaps);
+        ctx.buf_output   = std::move(seen.buf_output);
+
+        ctx.threadpool       = seen.threadpool;
+        ctx.threadpool_batch = seen.threadpool_batch;
+        ctx.set_abort_callback(seen.abort_callback, seen.abort_callback_data);
+
+        ctx.has_evaluated_once = seen.has_evaluated_once;
+        ctx.t_start_us         = seen.t_start_us;
+        ctx.t_load_us          = seen.t_load_us;
+        ctx.t_p_eval_us        = seen.t_p_eval_us;
+        ctx.t_eval_us          = seen.t_eval_us;
+        ctx.t_compute_start_us = seen.t_compute_start_us;
+        ctx.n_queued_tokens    = seen.n_queued_tokens;
+        ctx.n_p_eval           = seen.n_p_eval;
+        ctx.n_eval             = seen.n_eval;
+        ctx.n_reused           = seen.n_reused;
+    }
+
+private:
+    static bool has_cvec(const llama_adapter_cvec & cvec) {
+        for (int il = 0; il < LLAMA_MAX_LAYERS; ++il) {
+            if (cvec.tensor_for(il)) {
+                return true;
+            }
+        }
+        return false;
+    }
+};
+
+namespace {
+
+std::vector<float> shares_of(const float * tensor_split) {
+    return tensor_split ? std::vector<float>(tensor_split, tensor_split + llama_max_devices()) : std::vector<float>();
+}
+
+const float * pointer_to(const std::vector<float> & shares) { return shares.empty() ? nullptr : shares.data(); }
+
+// A placement of a model.
+struct placement {
+    llama_split_mode   mode;
+    std::vector<float> shares;
+
+    placement(llama_split_mode mode, const float * tensor_split) : mode(mode), shares(shares_of(tensor_split)) {}
+
+    bool operator==(const placement & other) const { return mode == other.mode && shares == other.shares; }
+};
+
+// Says why a model cannot be placed so; empty where that is to be seen by trying.
+std::string why_not(const llama_model & model, const load_record * record, llama_split_mode mode) {
+    if (!record) {
+        return "the model was not loaded from a path";
+    }
+    if (!model.loras.empty()) {
+        return "adapters are loaded for the model";
+    }
+    if (llama_split_mode_name(mode) == nullptr) {
+        return "there is no such split mode";
+    }
+    if (mode == LLAMA_SPLIT_MODE_TENSOR) {
+        if (!llm_arch_supports_sm_tensor(model.arch)) {
+            return "the architecture " + model.arch_name() + " has no tensor mode";
+        }
+        size_t n = 0;
+        if (record->devices.empty()) {
+            for (size_t i = 0; i < ggml_backend_dev_count(); ++i) {
+                n += ggml_backend_dev_buffer_type(ggml_backend_dev_get(i)) != ggml_backend_cpu_buffer_type();
+            }
+        } else {
+            n = record->devices.size() - 1;
+        }
+        if (n < 1 || n > GGML_BACKEND_META_MAX_DEVICES) {
+            return "tensor mode takes 1 to " + std::to_string(GGML_BACKEND_META_MAX_DEVICES) + " devices, and there are " + std::to_string(n);
+        }
+    }
+    return "";
+}
+
+// Makes a model again where it lies. It is destroyed already; if this fails it is still.
+bool place(llama_model * model, load_record & record, const placement & to) {
+    const placing here(model_place, model);
+    from_caller = record.set_tensor_data ? &record : nullptr;
+    llama_model * made = nullptr;
+    try {
+        const auto params = record.in(to.mode, pointer_to(to.shares));
+        std::vector<const char *> paths;
+        for (const auto & split : record.splits) {
+            paths.push_back(split.c_str());
+        }
+        made = paths.size() > 1 ? llama_model_load_from_splits(paths.data(), paths.size(), params)
+                                : llama_model_load_from_file(record.path.c_str(), params);
+    } catch (const std::exception & error) {
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, error.what());
+    }
+    from_caller = nullptr;
+    return made != nullptr;
+}
+
+// The old placement held a moment ago, and memory is given back late by some drivers.
+constexpr int N_TRIES_BACK = 3;
+
+void place_back(llama_model * model, load_record & record, const placement & to) {
+    for (int i = 0; i < N_TRIES_BACK; ++i) {
+        if (place(model, record, to)) {
+            return;
+        }
+    }
+    aborts_throw = false;
+    GGML_ABORT("the old placement of the model could not be made again");
+}
+
+std::shared_ptr<load_record> record_of(const llama_model * model) {
+    std::lock_guard<std::mutex> lock(registry);
+    const auto found = models.find(model);
+    return found == models.end() ? nullptr : found->second;
+}
+
+size_t n_contexts_of(const llama_model * model) {
+    std::lock_guard<std::mutex> lock(registry);
+    return std::count_if(contexts.begin(), contexts.end(), [&](const auto & one) { return one.second.model == model; });
+}
+
+bool refuse(const char * func, const std::string & why) {
+    LLAMA_LOG_ERROR("%s: refused: %s\n", func, why.c_str());
+    return false;
+}
+
+// Makes a context again where it lies, with its memory. It is destroyed already; if this fails it is still.
+bool build(llama_context * ctx, llama_model * model, llama_context_split::visible & seen, const std::vector<uint8_t> & state) {
+    const placing here(context_place, ctx);
+    llama_context * made = nullptr;
+    try {
+        made = llama_init_from_model(model, seen.params);
+        if (made && made->state_set_data(state.data(), state.size()) != state.size()) {
+            throw std::runtime_error("the new context does not take the state");
+        }
+    } catch (const std::exception & error) {
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, error.what());
+        if (made) {
+            made->~llama_context();
+            made = nullptr;
+        }
+    }
+    if (!made) {
+        return false;
+    }
+    model->hparams.n_ctx_train = seen.n_ctx_train;
+    llama_context_split::give(*made, seen);
+    std::lock_guard<std::mutex> lock(registry);
+    contexts[ctx].suspended = std::move(seen.suspended);
+    return true;
+}
+
+} // namespace
+
+// ---- the calls ----
+
+bool llama_context_set_split_mode(llama_context * ctx, llama_split_mode mode, const float * tensor_split) {
+    if (!ctx) {
+        return refuse(__func__, "no context");
+    }
+    auto * model = const_cast<llama_model *>(&ctx->get_model());
+    context_record record;
+    {
+        std::lock_guard<std::mutex> lock(registry);
+        const auto found = contexts.find(ctx);
+        if (found == contexts.end()) {
+            return refuse(__func__, "this is no context of llama_init_from_model");
+        }
+        record = found->second;
+    }
+    if (record.n_inside) {
+        return refuse(__func__, "another call is inside this context");
+    }
+    const auto loaded = record_of(model);
+    std::string why = why_not(*model, loaded.get(), mode);
+    if (why.empty() && n_contexts_of(model) > 1) {
+        why = "another context uses the model";
+    }
+    if (why.empty()) {
+        why = llama_context_split::why_not(*ctx);
+    }
+    if (why.empty() && mode == LLAMA_SPLIT_MODE_TENSOR && record.params.flash_attn_type == LLAMA_FLASH_ATTN_TYPE_DISABLED) {
+        why = "tensor mode needs flash attention, which is off";
+    }
+    if (!why.empty()) {
+        return refuse(__func__, why);
+    }
+    const placement from(model->split_mode(), model->tensor_split());
+    const placement to(mode, tensor_split);
+    if (from == to) {
+        return true;
+    }
+    const llama_split_inside inside(ctx);
+    const throwing_aborts throwing;
+    std::vector<uint8_t> state;
+    std::unique_ptr<llama_context_split::visible> seen;
+    try {
+        state = llama_context_split::memory_of(*ctx);
+        seen  = std::make_unique<llama_context_split::visible>(llama_context_split::take(*ctx, record));
+    } catch (const std::exception & error) {
+        return refuse(__func__, error.what());
+    }
+
+    ctx->~llama_context();
+    model->~llama_model();
+    if (place(model, *loaded, to)) {
+        if (build(ctx, model, *seen, state)) {
+            return true;
+        }
+        model->~llama_model();
+    }
+    LLAMA_LOG_ERROR("%s: going back to %s mode\n", __func__, llama_split_mode_name(from.mode));
+    for (int i = 0; i < N_TRIES_BACK; ++i) {
+        place_back(model, *loaded, from);
+        if (build(ctx, model, *seen, state)) {
+            return false;
+        }
+        model->~llama_model();
+    }
+    aborts_throw = false;
+    GGML_ABORT("the old context could not be made again");
+}
+
+bool llama_model_set_split_mode(llama_model * model, llama_split_mode mode, const float * tensor_split) {
+    if (!model) {
+        return refuse(__func__, "no model");
+    }
+    const auto  loaded = record_of(model);
+    std::string why    = why_not(*model, loaded.get(), mode);
+    if (why.empty() && n_contexts_of(model)) {
+        why = "a context uses the model: see llama_context_set_split_mode";
+    }
+    if (!why.empty()) {
+        return refuse(__func__, why);
+    }
+    const placement from(model->split_mode(), model->tensor_split());
+    const placement to(mode, tensor_split);
+    if (from == to) {
+        return true;
+    }
+    const throwing_aborts throwing;
+    const uint32_t n_ctx_train = model->hparams.n_ctx_train;
+    model->~llama_model();
+    const bool is_placed = place(model, *loaded, to);
+    if (!is_placed) {
+        place_back(model, *loaded, from);
+    }
+    model->hparams.n_ctx_train = n_ctx_train;
+    return is_placed;
+}
+
+llama_split_mode llama_model_get_split_mode(const llama_model * model) { return model->split_mode(); }
+
+const char * llama_split_mode_name(llama_split_mode mode) {
+    switch (mode) {
+        case LLAMA_SPLIT_MODE_NONE:   return "none";
+        case LLAMA_SPLIT_MODE_LAYER:  return "layer";
+        case LLAMA_SPLIT_MODE_ROW:    return "row";
+        case LLAMA_SPLIT_MODE_TENSOR: return "tensor";
+    }
+    return nullptr;
+}
+
+llama_model * llama_model_load_from_file_with(
+        const char * path_model, llama_model_params params, llama_model_set_tensor_data_t set_tensor_data, void * userdata) {
+    if (!path_model || !set_tensor_data) {
+        LLAMA_LOG_ERROR("%s: a path and a function are wanted\n", __func__);
+        return nullptr;
+    }
+    // nothing of the file is mapped or read but its header
+    params.load_mode = LLAMA_LOAD_MODE_NONE;
+    load_record source(path_model, {}, params);
+    source.set_tensor_data = set_tensor_data;
+    source.userdata        = userdata;
+    from_caller = &source;
+    auto * model = llama_model_load_from_file(path_model, params);
+    from_caller = nullptr;
+    return model;
+}
