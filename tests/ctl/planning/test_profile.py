@@ -136,7 +136,7 @@ def test_beyond_the_last_point_noise_is_no_slope() -> None:
     assert sure.step_s(1, 4576) == pytest.approx(0.0143 + 0.0002)
     times = {256: Spread(0.952, 0.950, 1.138, 3), 512: Spread(1.091, 1.076, 1.106, 2)}
     switches = tuple(
-        switch(SplitMode.TENSOR, SplitMode.LAYER, 1.0, n_tokens=n, pause=spread) for n, spread in times.items()
+        replace(switch(SplitMode.TENSOR, SplitMode.LAYER, 1.0), n_tokens=n, pause=one) for n, one in times.items()
     )
     assert replace(MEASURED, switches=switches).switch(SplitMode.TENSOR, SplitMode.LAYER, "file", 64_000) == (1.091, 0)
 

@@ -455,7 +455,7 @@ def _strictly(library: str, model: str, limit: float) -> dict[str, Any]:
 @pytest.mark.model
 def test_a_model_that_differs_from_itself_as_much_is_not_wrong(smollm2: Path, real_library: Path) -> None:
     """What another order of the same floats does in layer mode too is no fault of tensor mode."""
-    found = run_child(_strictly, real_library, smollm2, 1e-9).value
+    found = run_child(_strictly, real_library, smollm2, 1e-9).value()
     numbers = found["numbers"]
     assert found["verdict"] == "ok", found
     assert 1e-9 < numbers["nmse"] <= 4 * numbers["nmse_control"]
@@ -490,7 +490,7 @@ def test_a_real_build_dies_of_one_kv_head_with_a_norm(real_library: Path) -> Non
         ("dream", Verdict.OK, False),
         ("mamba", Verdict.FAILS, False),
         ("qwen3next", Verdict.OK, True),
-        ("baichuan+8h", Verdict.WRONG, False),
+        ("baichuan+8h", Verdict.WRONG, True),
     ],
 )
 def test_a_real_build_is_judged_by_architecture(
