@@ -31,7 +31,7 @@ from llama_native.model import Adapter, Model
 from llama_native.params import ContextParams, FlashAttn, KvType, LoadMode, ModelParams, SplitMode
 from llama_native.pinning import Pin, link_gb_s, pin, pinnable
 from llama_native.rpc import greet as greet_rpc_server
-from llama_native.sampling import CANDIDATE_BYTES, ChainParams, SamplerChain
+from llama_native.sampling import CANDIDATE_BYTES, ChainParams, Grammar, SamplerChain
 from llama_native.state import (
     sequence_state_get,
     sequence_state_set,
@@ -54,6 +54,7 @@ __all__ = [
     "DeviceKind",
     "FlashAttn",
     "ForkedProcess",
+    "Grammar",
     "HandleClosed",
     "KvType",
     "Library",

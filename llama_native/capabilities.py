@@ -53,6 +53,7 @@ CAPABILITIES: Mapping[str, tuple[tuple[str, ...], ...]] = {
             "llama_sampler_init_greedy",
         ),
     ),
+    "grammar": (("llama_sampler_init_grammar",),),
     "devices": (
         ("ggml_backend_dev_count", "ggml_backend_dev_get", "ggml_backend_dev_name", "ggml_backend_dev_memory"),
     ),

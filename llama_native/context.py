@@ -181,6 +181,12 @@ class Context(Handle):
                 raise CallFailed("llama_get_logits_ith", None, self.library.log.said(2))
             return bytes(ffi.buffer(row, self.model.n_vocab * _BYTES_PER_FLOAT))
 
+    @property
+    def pooling(self) -> int:
+        """What is made of the embeddings of a sequence, as enum llama_pooling_type; 0: each token has its own."""
+        with self.library.calling() as (_, lib):
+            return int(lib.llama_pooling_type(self.pointer))
+
     def embeddings(self, index: int, seq_id: int = 0) -> bytes:
         """Copy the embedding of a token of the last batch, or of a sequence where the model pools.
 

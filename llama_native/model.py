@@ -181,7 +181,7 @@ class Model(Handle):
         return cls(library, pointer, params, keep, os.fspath(path))
 
     def depend(self, handle: Handle) -> None:
-        """Register a context or an adapter that stands on this model; contexts are freed before adapters."""
+        """Register what stands on this model (a context, an adapter, a grammar); adapters are freed last."""
         above = [one for one in self.owned.above if one.pointer is not None]
         self.owned.above = [*above, handle.owned] if isinstance(handle, Adapter) else [handle.owned, *above]
 
@@ -194,6 +194,12 @@ class Model(Handle):
 
     def _name(self) -> str:
         return f"model {self.path}"
+
+    @property
+    def vocab(self) -> Any:
+        """The C vocabulary, for modules of this package only; HandleClosed after close."""
+        _ = self.pointer
+        return self._vocab
 
     @contextmanager
     def _asking(self) -> Iterator[tuple[Any, Any]]:

@@ -1,11 +1,13 @@
 """Sampler chains over the caller's own candidate arrays, so that they work on logits that were carried.
 
-Ownership: a SamplerChain owns its chain pointer, which owns its samplers. None of the samplers here hold the
-vocabulary, so a chain survives the free and reload of a model. Thread: any; every call holds the library's lock.
+Ownership: a SamplerChain owns its chain pointer, which owns its samplers. None of its samplers hold the vocabulary, so
+a chain survives the free and reload of a model. A Grammar holds it, and is freed with its model. Thread: any; every
+call holds the library's lock.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from llama_native.library import Library
+    from llama_native.model import Model
 
 CANDIDATE_BYTES = 12
 """A candidate is int32 id, float32 logit, float32 p. Source: llama.h, llama_token_data."""
@@ -134,6 +137,67 @@ class SamplerChain(Handle):
                     array.data, array.size, array.selected, array.sorted = data, 2, -1, False
                     lib.llama_sampler_apply(self._draw, array)
         self.n_draws += n_draws
+
+    @staticmethod
+    def _free(lib: Any, pointer: Any) -> None:
+        lib.llama_sampler_free(pointer)
+
+
+class Grammar(Handle):
+    """A grammar in GBNF over a model's vocabulary, at the place to which the accepted tokens have brought it.
+
+    Lifetime: that of its model at most. Thread: any.
+    """
+
+    KIND = "grammar"
+
+    def __init__(self, model: Model, content: str) -> None:
+        """Read a grammar, whose first rule is ``root``.
+
+        Raises:
+            CapabilityMissing: the build has no grammars.
+            ValueError: the model has no tokenizer, or the library cannot read the grammar.
+        """
+        model.library.need("grammar")
+        super().__init__(model.library)
+        self.model = model
+        if not model.has_tokenizer:
+            raise ValueError("this model has no tokenizer: a grammar needs the text of its tokens")
+        # A build that finds no such rule may abort, and the text ends for it at a zero.
+        if "\0" in content or re.search(r"^[ \t]*root[ \t]*::=", content, re.MULTILINE) is None:
+            raise ValueError("it has no rule named root")
+        with self._making() as (_, lib):
+            pointer = self.library.call(lib.llama_sampler_init_grammar, model.vocab, content.encode("utf-8"), b"root")
+            if not pointer:
+                raise ValueError(" | ".join(self.library.log.said(2)) or "the library cannot read it")
+            self._pointer = pointer
+            model.depend(self)
+
+    def apply(self, candidates: Buffer, n: int) -> None:
+        """Set the logits of those of ``n`` candidates that cannot come next to minus infinity; see `SamplerChain`."""
+        with (
+            self.library.calling() as (ffi, lib),
+            ffi.from_buffer("llama_token_data[]", candidates, require_writable=True) as data,
+        ):
+            array = ffi.new("llama_token_data_array *")
+            array.data, array.size, array.selected, array.sorted = data, n, -1, False
+            lib.llama_sampler_apply(self.pointer, array)
+
+    def accept(self, token: int) -> None:
+        """Move on by a token.
+
+        Raises:
+            ValueError: it cannot come next: the library would abort.
+        """
+        with self.library.calling() as (ffi, lib):
+            data = ffi.new("llama_token_data[]", 1)
+            data[0].id = token
+            array = ffi.new("llama_token_data_array *")
+            array.data, array.size, array.selected, array.sorted = data, 1, -1, False
+            lib.llama_sampler_apply(self.pointer, array)
+            if data[0].logit < 0:
+                raise ValueError(f"token {token} cannot come next")
+            lib.llama_sampler_accept(self.pointer, token)
 
     @staticmethod
     def _free(lib: Any, pointer: Any) -> None:

@@ -3,7 +3,7 @@
 Main path: cli -> worker -> ``session.switch`` -> ``switcher.run`` -> ``machine.step`` -> command ->
 ``effects.perform`` -> event -> ``machine.step``.
 
-To embed it: ``Session.open(model, Placement(...))``, ``prefill``, ``generate``, ``switch``.
+To embed it: ``Session.open(model, Placement(...))``, ``text`` or ``chat``, ``switch("tensor")``; docs/library.md.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from splitctl.carry.sampling import SamplerSpec, Token
+    from splitctl.engine.sampler import LogitsProcessor
     from splitctl.errors import (
         AdapterInvalid,
         BadModelFile,
@@ -31,9 +32,11 @@ if TYPE_CHECKING:
         SplitctlError,
         WorkerLost,
     )
+    from splitctl.model.chat_messages import ChatTemplateFailed
     from splitctl.outcome import Proof, Stage, SwitchOutcome, SwitchStatus, Via
     from splitctl.placement import FlashAttn, Placement, PlacementInvalid, SplitMode
-    from splitctl.session import Session
+    from splitctl.session import Fed, Session, TextStream, Usage
+    from splitctl.session.storage import Restored
 
 __all__ = [
     "AdapterInvalid",
@@ -43,17 +46,21 @@ __all__ = [
     "CarryDamaged",
     "CarryMismatch",
     "CarryNotWritten",
+    "ChatTemplateFailed",
     "ConfigInvalid",
     "ContextFull",
     "DeadlineExceeded",
+    "Fed",
     "FileChanged",
     "FlashAttn",
+    "LogitsProcessor",
     "Parked",
     "Placement",
     "PlacementInvalid",
     "Proof",
     "Reason",
     "Refused",
+    "Restored",
     "SamplerSpec",
     "Session",
     "SplitMode",
@@ -61,14 +68,19 @@ __all__ = [
     "Stage",
     "SwitchOutcome",
     "SwitchStatus",
+    "TextStream",
     "Token",
+    "Usage",
     "Via",
     "WorkerLost",
 ]
 
 # Everything not named here is an error.
 _HOMES = {
-    "splitctl.session": ("Session",),
+    "splitctl.session": ("Fed", "Session", "TextStream", "Usage"),
+    "splitctl.session.storage": ("Restored",),
+    "splitctl.engine.sampler": ("LogitsProcessor",),
+    "splitctl.model.chat_messages": ("ChatTemplateFailed",),
     "splitctl.carry.sampling": ("SamplerSpec", "Token"),
     "splitctl.outcome": ("Proof", "Stage", "SwitchOutcome", "SwitchStatus", "Via"),
     "splitctl.placement": ("FlashAttn", "Placement", "PlacementInvalid", "SplitMode"),

@@ -224,7 +224,7 @@ class BareArm(SessionArm):
         self._job = {**self._job, "arm": "fresh"}
         told = super().open()
         full = carry_bytes(self._session.facts, self._session.placement)
-        self._bare = Bare(self._library, self._session, full - (self._session.state_bytes() or 0))
+        self._bare = Bare(self._library, self._session, full - (self._session.n_state_bytes() or 0))
         return told | {"link_gb_s": self.link()}
 
     def move(self, target: Placement) -> dict[str, Any]:

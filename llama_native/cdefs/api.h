@@ -113,6 +113,7 @@ struct llama_sampler *llama_sampler_init_top_k(int32_t k);
 struct llama_sampler *llama_sampler_init_top_p(float p, size_t min_keep);
 struct llama_sampler *llama_sampler_init_min_p(float p, size_t min_keep);
 struct llama_sampler *llama_sampler_init_temp(float t);
+struct llama_sampler *llama_sampler_init_grammar(const struct llama_vocab *vocab, const char *grammar_str, const char *grammar_root);
 
 const char *ggml_get_name(const struct ggml_tensor *tensor);
 size_t ggml_nbytes(const struct ggml_tensor *tensor);

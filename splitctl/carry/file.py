@@ -221,6 +221,8 @@ def _read(path: Path | None, file: TensorFile | PackedTensors) -> SealedCarry:
             n_past=one.n_past,
             n_draws=one.n_draws,
             sampler=one.sampler,
+            grammar=one.grammar,
+            n_ruled=one.n_ruled,
             **{row: arrays[_row_name(one.seq_id, row)] for row in _ROWS},
         )
         for one in words.sequences
@@ -247,7 +249,10 @@ def _metadata(sealed: SealedCarry) -> dict[str, str]:
 
 
 def _words(carry: Carry) -> Words:
-    sequences = tuple(SequenceWords(one.seq_id, one.n_past, one.n_draws, one.sampler) for one in carry.sequences)
+    sequences = tuple(
+        SequenceWords(one.seq_id, one.n_past, one.n_draws, one.sampler, one.grammar, one.n_ruled)
+        for one in carry.sequences
+    )
     return Words(carry.fingerprint, carry.placement, carry.adapters, sequences)
 
 

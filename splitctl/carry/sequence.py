@@ -55,6 +55,8 @@ class SequenceCarry:
         accepted: int32[k], tokens that the sampler accepted, oldest first (penalties look back at them).
         n_draws: random draws made since the seed was set.
         encoder_tokens: int32[m], what the encoder read; empty for a model without one.
+        grammar: the grammar in GBNF that what is drawn follows; empty: none.
+        n_ruled: how many of the accepted tokens, the newest ones, were drawn since it began.
 
     Lifetime: the arrays are borrowed; changing them breaks the seal.
     """
@@ -68,6 +70,8 @@ class SequenceCarry:
     accepted: NDArray[np.int32]
     n_draws: int
     encoder_tokens: NDArray[np.int32]
+    grammar: str = ""
+    n_ruled: int = 0
 
     def problems(self) -> tuple[str, ...]:
         """Return what contradicts itself, one phrase each; empty when the sequence is sound."""
@@ -81,6 +85,10 @@ class SequenceCarry:
                 self.n_past not in {n_tokens, n_tokens - 1},
             ),
             ("n_past is negative", self.n_past < 0),
+            (
+                f"{self.n_ruled} of {self.accepted.size} accepted tokens follow a grammar",
+                not 0 <= self.n_ruled <= self.accepted.size,
+            ),
             *(
                 (f"{name} is {array.dtype}{list(array.shape)}, wanted {wanted.__name__} of {n_dims} axes", True)
                 for name, array, wanted, n_dims in (

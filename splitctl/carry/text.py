@@ -30,12 +30,16 @@ class SequenceWords:
         n_past: positions in the memory.
         n_draws: random draws made.
         sampler: how the next token is chosen.
+        grammar: what it follows.
+        n_ruled: tokens drawn since that began.
     """
 
     seq_id: int
     n_past: int
     n_draws: int
     sampler: SamplerSpec
+    grammar: str = ""
+    n_ruled: int = 0
 
 
 @dataclass(frozen=True, slots=True)

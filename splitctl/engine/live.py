@@ -213,8 +213,8 @@ class LiveSession:
             wanted = f"{most} at most, the size of a micro-batch (-ub): an encoder reads its prompts as a whole"
             raise ConfigInvalid("tokens", f"{n_tokens} for the encoder", wanted)
 
-    def run(self, batch: Batch) -> dict[int, NDArray[np.float32]]:
-        """Decode one batch of at most n_batch tokens and copy the wanted rows.
+    def run(self, batch: Batch, *, with_rows: bool = True) -> dict[int, NDArray[np.float32]]:
+        """Decode one batch of at most n_batch tokens and copy the wanted rows, or with False none of them.
 
         Returns:
             Place in the batch -> float32[n_vocab] logits, for every wanted output; of an encoder the embedding,
@@ -238,7 +238,7 @@ class LiveSession:
         self._n_unlooked += len(batch.tokens)
         if self._n_unlooked >= _LOOK_AFTER:
             self.expect(len(batch.tokens))
-        wanted = [index for index, output in enumerate(batch.outputs) if output]
+        wanted = [index for index, output in enumerate(batch.outputs) if output and with_rows]
         if self.facts.is_encoder_only:
             rows = {index: context.embeddings(index, batch.seq_ids[index]) for index in wanted}
             return {index: np.frombuffer(row, np.float32) for index, row in rows.items()}

@@ -71,6 +71,8 @@ class Slot:
             accepted=np.array(sampler.accepted if sampler else [], np.int32),
             n_draws=sampler.n_draws if sampler else 0,
             encoder_tokens=self.encoder_tokens,
+            grammar=sampler.constraints.grammar if sampler else "",
+            n_ruled=sampler.n_ruled if sampler else 0,
         )
 
     def clear(self) -> None:

@@ -194,6 +194,8 @@ def _gone_on(sealed: SequenceCarry, now: SequenceSnapshot) -> SequenceCarry:
         tokens=tokens,
         sampler=sampler,
         accepted=sealed.accepted if is_same else tokens,
+        grammar=sealed.grammar if is_same else "",
+        n_ruled=sealed.n_ruled if is_same else 0,
         n_draws=now.n_draws if now.sampler is not None else sealed.n_draws,
     )
 

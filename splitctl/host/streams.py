@@ -14,7 +14,6 @@ Laws:
 from __future__ import annotations
 
 import asyncio
-import codecs
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -26,7 +25,7 @@ from splitctl.host.ledger import Ledger, StreamJob
 from splitctl.host.pending import OnLoss, PendingOrders
 from splitctl.ipc.jobs import Fault, RequestFailed
 from splitctl.ipc.orders import Ended, Forgot, Halt, Order, Reading, Step, Tokenize, Tokenized
-from splitctl.ipc.stop_texts import StopTexts
+from splitctl.ipc.stop_texts import Text
 
 #: Streams that may wait for a sequence or for their tokens; one more gets Busy.
 MAX_WAITING = 256
@@ -121,30 +120,6 @@ class Done:
 
 
 StreamEvent = Begun | Delta | Paused | Resumed | Done
-
-
-class Text:
-    """Turns pieces of an answer into text."""
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = StopTexts(stop)
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a stop text has come."""
-        return self._stop.hit
-
-    def feed(self, piece: bytes) -> str:
-        """Take the bytes of a token, which may be part of a character; gives the text that is certain now.
-
-        Bytes that can be no character are U+FFFD.
-        """
-        return self._decoder.decode(self._stop.feed(piece), final=self._stop.hit)
-
-    def rest(self) -> str:
-        """Give what was held back, at the end."""
-        return self._decoder.decode(self._stop.rest(), final=True)
 
 
 class Stream:

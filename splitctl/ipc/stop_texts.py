@@ -1,7 +1,8 @@
-"""Stop texts in an answer that comes in pieces."""
+"""An answer that comes in pieces, as text: whole characters, without stop texts."""
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 
 
@@ -38,3 +39,27 @@ class StopTexts:
         """Count the bytes at the end of what is held that begin a stop text."""
         most = min(len(needle) - 1, len(self._held))
         return next((n for n in range(most, 0, -1) if self._held.endswith(needle[:n])), 0)
+
+
+class Text:
+    """Turns pieces of an answer into text."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = StopTexts(stop)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop text has come."""
+        return self._stop.hit
+
+    def feed(self, piece: bytes) -> str:
+        """Take the bytes of a token, which may be part of a character; gives the text that is certain now.
+
+        Bytes that can be no character are U+FFFD.
+        """
+        return self._decoder.decode(self._stop.feed(piece), final=self._stop.hit)
+
+    def rest(self) -> str:
+        """Give what was held back, at the end."""
+        return self._decoder.decode(self._stop.rest(), final=True)

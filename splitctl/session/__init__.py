@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from splitctl.session.session import Session
+from splitctl.session.texts import Fed, TextStream, Usage
 
-__all__ = ["Session"]
+__all__ = ["Fed", "Session", "TextStream", "Usage"]

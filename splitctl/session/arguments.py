@@ -4,25 +4,109 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from splitctl.carry.sampling import SamplerSpec
 from splitctl.engine.engine import LoadedAdapter
+from splitctl.engine.sampler import Constraints
 from splitctl.errors import ConfigInvalid
-from splitctl.outcome import Proof
-from splitctl.placement import Placement, number, whole
+from splitctl.outcome import Proof, WeightsTier
+from splitctl.placement import Placement, SplitMode, number, whole
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from llama_native import Model
 
+Row = TypeVar("Row")
 
-def placement_of(value: object) -> Placement:
-    """Refuse anything but a placement."""
-    if not isinstance(value, Placement):
-        wanted = "a Placement, such as session.placement.changed(mode='tensor')"
+#: More than any grammar of use; reading one takes the library's time and memory [characters].
+_MAX_GRAMMAR = 1 << 20
+
+
+def target_of(value: object, changes: Mapping[str, object], now: Placement) -> Placement:
+    """Read a placement, or what is to change of the one of now: a mode or its word, and fields by name."""
+    if isinstance(value, str | SplitMode):
+        changes, value = {"mode": value, **changes}, None
+    elif value is not None and not isinstance(value, Placement):
+        wanted = "a split mode such as 'tensor', or a Placement such as session.placement.changed(mode='tensor')"
         raise ConfigInvalid("placement", value, wanted)
-    return value
+    elif value is None and not changes:
+        raise ConfigInvalid(
+            "placement", value, "a split mode such as 'tensor', a Placement, or fields such as n_ctx=8192"
+        )
+    place = now if value is None else value
+    return place.changed(**changes) if changes else place
+
+
+def tier_of(value: object) -> WeightsTier:
+    """Read where weights come from, or its word."""
+    try:
+        return WeightsTier(value)
+    except ValueError as error:
+        raise ConfigInvalid("weights", value, "one of " + " ".join(one.value for one in WeightsTier)) from error
+
+
+def messages_of(value: object) -> tuple[Mapping[str, Any], ...]:
+    """Read the messages of a chat; what is in them is the template's business."""
+    wanted = "messages, such as [{'role': 'user', 'content': 'Hello'}]"
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise ConfigInvalid("messages", value, wanted)
+    messages = tuple(value)
+    if not all(isinstance(one, Mapping) for one in messages):
+        raise ConfigInvalid("messages", value, wanted)
+    return messages
+
+
+def stops_of(value: object) -> tuple[str, ...]:
+    """Read texts that end an answer, or one alone."""
+    return SamplerSpec(stop=value).stop  # type: ignore[arg-type] # it refuses what is no text
+
+
+def constraints_of(grammar: object, processors: object) -> Constraints:
+    """Read a grammar's text, and what changes logits."""
+    if not isinstance(grammar, str):
+        raise ConfigInvalid("grammar", grammar, 'a grammar in GBNF, such as \'root ::= "yes" | "no"\'')
+    if len(grammar) > _MAX_GRAMMAR:
+        raise ConfigInvalid("grammar", f"{len(grammar)} characters", f"{_MAX_GRAMMAR} at most")
+    given: object = (processors,) if callable(processors) else processors
+    found = tuple(given) if isinstance(given, Iterable) else (None,)
+    if not all(map(callable, found)):
+        raise ConfigInvalid("processors", processors, "functions of tokens and a row of logits")
+    return Constraints(grammar, found)
+
+
+def texts_of(value: object) -> tuple[Any, ...]:
+    """Read texts, each as text or as tokens; or one text alone."""
+    if isinstance(value, str | bytes):
+        return (value,)
+    if not isinstance(value, Iterable):
+        raise ConfigInvalid("texts", value, "texts, each as text or as tokens")
+    return tuple(value)
+
+
+def rows_of(value: object, reader: Callable[[object], Row]) -> dict[int, Row] | None:
+    """Read rows by sequence; one alone is that of sequence 0."""
+    if value is None:
+        return None
+    rows = value if isinstance(value, Mapping) else {0: value}
+    return {count_of("seq_id", seq_id): reader(row) for seq_id, row in rows.items()}
+
+
+def logits_of(value: object, n_vocab: int) -> NDArray[np.float32]:
+    """Read a row of logits, or rows of which the last one counts."""
+    try:
+        row = np.array(value, np.float32)
+    except (TypeError, ValueError) as error:
+        raise ConfigInvalid("logits", value, f"float32[{n_vocab}]") from error
+    if row.ndim == 2 and len(row):
+        row = row[-1]
+    if row.shape != (n_vocab,):
+        raise ConfigInvalid("logits", f"{row.dtype}{list(row.shape)}", f"float32[{n_vocab}]")
+    return row
 
 
 def adapters_of(pairs: object) -> list[LoadedAdapter]:

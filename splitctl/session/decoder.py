@@ -31,7 +31,7 @@ from llama_native import (
 from splitctl.carry.sampling import SamplerSpec, Token
 from splitctl.carry.sequence import common, no_logits, no_tokens
 from splitctl.engine.live import Batch, batches
-from splitctl.engine.sampler import Sampler
+from splitctl.engine.sampler import Constraints, Sampler
 from splitctl.errors import Cancelled, ConfigInvalid, Reason, Refused, TrialFailed
 from splitctl.outcome import Stage
 from splitctl.placement import SplitMode
@@ -68,17 +68,20 @@ class _Mark:
     n_tokens: int
     n_accepted: int | None
     n_draws: int
+    n_ruled: int
 
     @classmethod
     def of(cls, slot: Slot) -> _Mark:
-        sampler = slot.sampler
-        return cls(len(slot.tokens), len(sampler.accepted) if sampler else None, sampler.n_draws if sampler else 0)
+        if (sampler := slot.sampler) is None:
+            return cls(len(slot.tokens), None, 0, 0)
+        return cls(len(slot.tokens), len(sampler.accepted), sampler.n_draws, sampler.n_ruled)
 
     def back(self, slot: Slot) -> None:
         del slot.tokens[self.n_tokens :]
         sampler, is_new = slot.sampler, self.n_accepted is None
         if sampler is not None:
-            slot.set_sampler(None if is_new else sampler.fresh(sampler.accepted[: self.n_accepted], self.n_draws))
+            accepted = sampler.accepted[: self.n_accepted]
+            slot.set_sampler(None if is_new else sampler.fresh(accepted, self.n_draws, self.n_ruled))
 
 
 class Decoder:
@@ -113,6 +116,15 @@ class Decoder:
             self.encode_prompt(slot, encoder_tokens)
         self._live.expect(len(wanted) - n_kept)
         return Filling(n_kept, tuple(wanted[n_kept:]), pending)
+
+    def refill(self, slot: Slot, tokens: Sequence[int]) -> Filling:
+        """Let a sequence keep what ``tokens`` begin with, and draw as before; see :meth:`Session.feed`."""
+        old = slot.sampler
+        spec, n_draws, constraints = (old.spec, old.n_draws, old.constraints) if old is not None else (None, 0, None)
+        filling = self.fill(slot, tokens, n_delivered=0, encoder_tokens=None)
+        if spec is not None:
+            self.put_sampler(slot, spec, n_draws, constraints)
+        return filling
 
     def _keep_common(self, slot: Slot, wanted: Sequence[int], *, needs_logits: bool) -> int:
         """Cut a sequence to what it has in common with what is wanted; returns the tokens that are left."""
@@ -233,12 +245,15 @@ class Decoder:
                 self._keep_what_is_held(slot, ())
             raise
 
-    def decode_new(self, slot: Slot, batch: Batch, *, accept: bool = True) -> None:
-        """Decode tokens that the sequence does not have yet, and keep those that the memory holds, even on an error."""
+    def decode_new(self, slot: Slot, batch: Batch, *, accept: bool = True, with_rows: bool = True) -> None:
+        """Decode tokens that the sequence does not have yet, and keep those that the memory holds, even on an error.
+
+        Without ``with_rows`` outputs are left with the library.
+        """
         n_past, n_tokens = slot.n_past, len(slot.tokens)
         try:
             with self._live.engine.library.holding():
-                rows = self._run(batch)
+                rows = self._run(batch, with_rows=with_rows)
                 if not rows:
                     slot.take_rows(no_logits(), no_tokens())
                 for index, row in rows.items():
@@ -275,13 +290,13 @@ class Decoder:
             slot.embedding = np.frombuffer(self._live.engine.live_context.embeddings(index, slot.seq_id), np.float32)
         slot.take_rows(row.reshape(1, -1), np.array([index], np.int32))
 
-    def _run(self, batch: Batch) -> dict[int, NDArray[np.float32]]:
+    def _run(self, batch: Batch, *, with_rows: bool = True) -> dict[int, NDArray[np.float32]]:
         """Decode; a trial that fails is done again in the old placement."""
         live = self._live
         if not (self._switcher.on_trial or self.must_succeed):
-            return live.run(batch)
+            return live.run(batch, with_rows=with_rows)
         try:
-            rows = live.run(batch)
+            rows = live.run(batch, with_rows=with_rows)
             # An embedding decoder leaves its logits at zero.
             wrong = "" if live.engine.embeddings else nonsense(rows)
         except CallFailed as error:
@@ -298,24 +313,26 @@ class Decoder:
         self._switcher.trial_failed(Reason("trial-failed", f"the first decode after the switch failed: {wrong}"))
         if self._switcher.state.stage is Stage.PARKED:
             raise self._effects.gone(self._switcher.state)
-        return live.run(batch)
+        return live.run(batch, with_rows=with_rows)
 
     def _draw(self, slot: Slot) -> Token:
         """Draw a sequence's next token from its logits, and append it; ConfigInvalid where it has none."""
         if not slot.has_logits:
             raise ConfigInvalid("seq_id", slot.seq_id, "a sequence that holds a prompt with logits (prefill first)")
         sampler = slot.sampler or self.put_sampler(slot, SamplerSpec(), 0)
-        token = sampler.sample(slot.logits[-1])
-        slot.tokens.append(token)
         model = self._live.model
+        token = sampler.sample(slot.logits[-1], model, slot.tokens)
+        slot.tokens.append(token)
         is_end = model.is_eog(token)
         piece = b"" if is_end or not model.has_tokenizer else model.piece(token)
         return Token(token, piece, len(slot.tokens) - 1, is_end)
 
-    def put_sampler(self, slot: Slot, spec: SamplerSpec, n_draws: int) -> Sampler:
-        """Give a sequence a fresh sampler that has accepted its tokens and has made so many draws."""
-        fresh = Sampler(self._live.engine.library, spec, self._live.n_vocab)
-        fresh.replay(slot.tokens, n_draws)
+    def put_sampler(
+        self, slot: Slot, spec: SamplerSpec, n_draws: int, constraints: Constraints | None = None, n_ruled: int = 0
+    ) -> Sampler:
+        """Give a sequence a fresh sampler that has accepted its tokens, and has made so many draws."""
+        fresh = Sampler(self._live.engine.library, spec, self._live.n_vocab, constraints)
+        fresh.replay(slot.tokens, n_draws, n_ruled)
         slot.set_sampler(fresh)
         return fresh
 
@@ -347,14 +364,15 @@ class Decoder:
 
     def cut(self, slot: Slot, n_tokens: int) -> None:
         """Keep a sequence's first ``n_tokens``; a memory that cannot be cut is filled from the tokens again."""
-        tokens = slot.tokens[:n_tokens]
+        tokens, n_cut = slot.tokens[:n_tokens], len(slot.tokens) - n_tokens
         kept = self.keep(slot, n_tokens - 1)
         n_batch = self._live.engine.live_context.n_batch
         for batch in batches(slot.seq_id, tokens[kept:], kept, n_batch, last_output=True):
             self.decode_new(slot, batch, accept=False)
         if slot.sampler is not None:
             # Penalties look back at the tokens that are left; the random draws go on where they were.
-            self.put_sampler(slot, slot.sampler.spec, slot.sampler.n_draws)
+            old = slot.sampler
+            self.put_sampler(slot, old.spec, old.n_draws, old.constraints, max(old.n_ruled - n_cut, 0))
 
     def keep(self, slot: Slot, n_tokens: int) -> int:
         """Cut a sequence to its first ``n_tokens``, or to none where its memory cannot be cut there; returns how many.

@@ -1,7 +1,8 @@
 """An in-process session: a model that goes on serving while its split mode changes under it.
 
-Who drives one sequence uses ``prefill`` and ``generate``. Who interleaves many, as a worker does, uses what those are
-made of: ``fill``, ``read``, ``begin``, ``step``.
+Who wants text uses ``text`` and ``chat``. Who drives one sequence of tokens uses ``prefill`` or ``feed``, and
+``generate``. Who interleaves many, as a worker does, uses what those are made of (`core`): ``fill``, ``read``,
+``begin``, ``step``.
 
 Main path of a switch: ``Session.switch`` -> ``switcher.run`` -> ``machine.step`` -> command -> ``effects.perform`` ->
 event -> ``machine.step``. A library that aborts takes the process along: a trial runs in a child, and a
@@ -12,65 +13,52 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from llama_native import HandleClosed, Library
+from splitctl.carry.sampling import SamplerSpec
+from splitctl.engine.sampler import grammar_on
 from splitctl.errors import ConfigInvalid, Reason
 from splitctl.ipc.stop_texts import StopTexts
 from splitctl.outcome import Proof, Stage, SwitchOptions, SwitchOutcome, WeightsTier
-from splitctl.placement import Placement, whole
-from splitctl.session import arguments
-from splitctl.session.decoder import Decoder
-from splitctl.session.handing import Handing
+from splitctl.placement import Placement, SplitMode
+from splitctl.session import arguments, embedding, prompts
+from splitctl.session.core import SessionCore
 from splitctl.session.opening import open_parts
+from splitctl.session.texts import Fed, TextStream
 from splitctl.switching.checking import Checked
-from splitctl.switching.effects import Effects, Run
-from splitctl.switching.switcher import Switcher, complete
+from splitctl.switching.effects import Run
+from splitctl.switching.switcher import complete
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import numpy as np
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
+    from typing_extensions import Buffer
 
-    from llama_native import Model
+    from llama_native import Library
     from splitctl.carry.arena import Arenas
-    from splitctl.carry.sampling import SamplerSpec, Token
-    from splitctl.carry.sequence import SequenceCarry
+    from splitctl.carry.sampling import Token
     from splitctl.engine.host_copy import HostCopy
-    from splitctl.engine.live import LiveSession
-    from splitctl.engine.slot import Slot
-    from splitctl.errors import ContextFull
-    from splitctl.model.facts import ModelFacts
+    from splitctl.engine.sampler import LogitsProcessor
+    from splitctl.model.chat_messages import Message
     from splitctl.model.identity import FileIdentity
-    from splitctl.session.decoder import Filling
-    from splitctl.session.storage import Restored, Storage
-    from splitctl.switching.checking import Checker, Prober
+    from splitctl.session.storage import Restored
+    from splitctl.switching.checking import Prober
 
 
-class Session:
+class Session(SessionCore):
     """Sequences on a placed model.
 
     Thread: any; one at a time works, a switch goes first. Lifetime: until :meth:`close`; also a context manager.
     """
 
-    def __init__(self, live: LiveSession, checker: Checker, storage: Storage) -> None:
-        """Use :meth:`open`."""
-        self._live = live
-        self._checker = checker
-        self._storage = storage
-        self._effects = Effects(live, self._storage.park)
-        self._switcher = Switcher(self._effects, live.placement)
-        self._decoder = Decoder(live, self._switcher)
-
     @classmethod
     def open(
         cls,
         model_path: str | os.PathLike[str],
-        placement: Placement | None = None,
+        placement: Placement | SplitMode | str | None = None,
         *,
         library: Library | None = None,
         adapters: Sequence[tuple[str | os.PathLike[str], float]] = (),
@@ -82,14 +70,15 @@ class Session:
         arenas: Arenas | None = None,
         on_tick: Callable[[], None] | None = None,
         files: Sequence[FileIdentity] = (),
-        weights: WeightsTier = WeightsTier.FILE,
+        weights: WeightsTier | str = WeightsTier.FILE,
         copy: HostCopy | None = None,
     ) -> Self:
         """Load a model and open a context.
 
         Args:
             model_path: the GGUF, or the first part of a split one.
-            placement: where and how; None: llama.cpp's defaults. What it leaves to the library is resolved and fixed.
+            placement: where and how, or a split mode alone; None: llama.cpp's defaults. What it leaves to the library
+                is resolved and fixed.
             library: the open library; None: the one that is open, else the first usable one (LLAMA_NATIVE_LIB counts).
             adapters: LoRA files and their scales, applied in this order; they travel with every switch.
             embeddings: also compute embeddings (models without logits need it).
@@ -114,7 +103,7 @@ class Session:
         """
         parts = open_parts(
             os.fspath(model_path),
-            Placement() if placement is None else arguments.placement_of(placement),
+            Placement() if placement is None else arguments.target_of(placement, {}, Placement()),
             library,
             arguments.adapters_of(adapters),
             embeddings=embeddings,
@@ -125,98 +114,14 @@ class Session:
             arenas=arenas,
             on_tick=on_tick,
             files=files,
-            weights=weights,
+            weights=arguments.tier_of(weights),
             copy=copy,
         )
         return cls(*parts)
 
-    @property
-    def handing(self) -> Handing:
-        """What hands the session to another process, or takes one over. It holds the session, so nobody keeps it."""
-        transfer = self._effects.transfer
-        return Handing(self._live, self._checker, self._storage, transfer, self._decoder, self._working)
-
-    @property
-    def placement(self) -> Placement:
-        """The placement that the session serves in, with what the library resolved."""
-        return self._live.placement
-
-    @property
-    def facts(self) -> ModelFacts:
-        """What the model's header says."""
-        return self._live.facts
-
-    @property
-    def files(self) -> tuple[FileIdentity, ...]:
-        """What the model and then the adapters were loaded from: every file, and every part of a split one."""
-        return self._live.engine.files
-
-    @property
-    def model(self) -> Model:
-        """The placed model, for its vocabulary and chat template; another object after every switch.
-
-        Raises:
-            Parked: the session serves no more.
-            Busy: the call comes from inside a callback of a switch that has no model now.
-        """
-        self._refuse_gone()
-        if (model := self._live.engine.model) is not None:
-            return model
-        with self._working("waiting for its model"):
-            return self._live.model
-
-    @property
-    def stage(self) -> Stage:
-        """Where the session is."""
-        return self._switcher.state.stage
-
-    @property
-    def last_switch(self) -> SwitchOutcome | None:
-        """The last switch as it stands now: its trial may have confirmed it, or fallen back from it."""
-        return self._switcher.last
-
-    @property
-    def weights_from(self) -> WeightsTier:
-        """Where the weights of the placed model came from."""
-        return self._live.engine.came_from
-
-    def expect(self, n_to_come: Callable[[], int]) -> None:
-        """Let a choice of weights ask how many tokens are known to be generated before the next switch. Any thread."""
-        self._live.engine.n_to_come = n_to_come
-
-    @property
-    def n_decodes(self) -> int:
-        """Decodes done since the session opened."""
-        return self._live.n_decodes
-
-    @property
-    def parked_at(self) -> Path | None:
-        """Where a parked session's carry lies."""
-        return self._effects.parked_at
-
-    def tokens(self, seq_id: int = 0) -> list[int]:
-        """Return a sequence's tokens, the newest of which may not have been decoded yet."""
-        return list(self._slot(seq_id).tokens)
-
-    def logits(self, seq_id: int = 0) -> NDArray[np.float32]:
-        """Return the rows of the sequence's last decode: float32[n_outputs, n_vocab]; a copy."""
-        return self._slot(seq_id).logits.copy()
-
     def embedding(self, seq_id: int = 0) -> NDArray[np.float32] | None:
         """Return the embedding of the last prompt: float32[n_embd]; None where there is none."""
         return self._slot(seq_id).embedding
-
-    def tokenize(self, text: str | bytes, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Turn text into the model's tokens; ``add_special`` adds BOS. ConfigInvalid: the model has no tokenizer.
-
-        It waits for nobody who reads or generates; while a switch has no model, it waits for its end.
-        """
-        model = self.model
-        text = arguments.text_of(text, model)
-        with suppress(HandleClosed):
-            return model.tokenize(text, add_special=add_special, parse_special=parse_special)
-        with self._working("tokenizing"):
-            return self._live.model.tokenize(text, add_special=add_special, parse_special=parse_special)
 
     def prefill(
         self, tokens: Sequence[int], seq_id: int = 0, *, progress: Callable[[int, int], None] | None = None
@@ -279,6 +184,172 @@ class Session:
             if token.is_end or held.hit or (n < 0 and is_full):
                 return
 
+    def text(
+        self,
+        prompt: str | bytes | Sequence[int],
+        *,
+        n: int = -1,
+        stop: str | Sequence[str] = (),
+        sampler: SamplerSpec | None = None,
+        seq_id: int = 0,
+        grammar: str = "",
+        processors: Sequence[LogitsProcessor] = (),
+        add_special: bool = True,
+        parse_special: bool = False,
+    ) -> TextStream:
+        """Answer a prompt in text: read what of it the sequence does not hold, and generate after it.
+
+        Args:
+            prompt: a text, or its tokens.
+            n: most tokens of the answer; -1 goes on to the model's end, or to a full context.
+            stop: texts that end the answer, besides those of the sampler; they are not part of it.
+            sampler: how to draw; None goes on with the sequence's own (a new one where it has none).
+            seq_id: the sequence; of what it holds it keeps as much as the prompt begins with.
+            grammar: a grammar in GBNF, with a rule named root, that the answer follows; it travels with a switch.
+            processors: change the logits before each draw; see :data:`splitctl.LogitsProcessor`.
+            add_special: put the model's first token before a text.
+            parse_special: let names of special tokens in a text be those tokens.
+
+        Returns:
+            An iterator of text in pieces; nothing is read before its first. Its ``usage`` says at the end what it took.
+
+        Raises:
+            ConfigInvalid: an argument is of another kind, the grammar cannot be read, or the model has no tokenizer.
+        """
+        if isinstance(prompt, str | bytes):
+            prompt = self.tokenize(prompt, add_special=add_special, parse_special=parse_special)
+        return self._stream(prompt, n, stop, sampler, seq_id, grammar, processors)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        n: int = -1,
+        stop: str | Sequence[str] = (),
+        sampler: SamplerSpec | None = None,
+        seq_id: int = 0,
+        grammar: str = "",
+        processors: Sequence[LogitsProcessor] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: Literal["content", "reasoning_content"] | None = None,
+    ) -> TextStream:
+        """Answer a chat, turned into a prompt by the model's own template; the rest as :meth:`text`.
+
+        Args:
+            messages: oldest first: objects with role and content, and what else the template knows.
+            n: as for :meth:`text`.
+            stop: likewise.
+            sampler: likewise.
+            seq_id: likewise; the next turn of the same chat reads only what is new.
+            grammar: likewise.
+            processors: likewise.
+            chat_template_kwargs: more variables of the template.
+            continue_final_message: field of the last message that the answer goes on with; None: it answers.
+
+        Raises:
+            ChatTemplateFailed: no template, a broken one, or one that refuses these messages.
+            ConfigInvalid: an argument is of another kind, or the model has no tokenizer.
+        """
+        text = prompts.chat_text(
+            self,
+            arguments.messages_of(messages),
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+        )
+        tokens = self.tokenize(text, parse_special=True)
+        return self._stream(tokens, n, stop, sampler, seq_id, grammar, processors)
+
+    def _stream(
+        self,
+        prompt: Sequence[int],
+        n: int,
+        stop: str | Sequence[str],
+        sampler: SamplerSpec | None,
+        seq_id: int,
+        grammar: str,
+        processors: Sequence[LogitsProcessor],
+    ) -> TextStream:
+        seq_id = self._slot(seq_id).seq_id
+        spec, n_draws = self.sampler(seq_id) or (SamplerSpec(), 0)
+        if sampler is not None:
+            spec, n_draws = arguments.sampler_of(sampler), 0
+        constraints = arguments.constraints_of(grammar, processors)
+        if grammar:
+            with self._working("reading a grammar"):
+                grammar_on(self._live.model, grammar).close()
+        return TextStream(
+            self,
+            arguments.tokens_of(prompt, self._live.n_vocab),
+            seq_id=seq_id,
+            n=arguments.count_of("n", n),
+            sampler=spec,
+            n_draws=n_draws,
+            stop=(*spec.stop, *arguments.stops_of(stop)),
+            constraints=constraints,
+        )
+
+    def feed(
+        self, tokens: Sequence[int], seq_id: int = 0, *, progress: Callable[[int, int], None] | None = None
+    ) -> Fed:
+        """Let a sequence hold exactly these tokens: it keeps what both begin with, and reads the rest.
+
+        A memory that cannot be cut there (recurrent, or a window that has moved on) is read anew. The sampler stays.
+
+        Args:
+            tokens: int32[n], n at least 1.
+            seq_id: the sequence.
+            progress: called with the tokens done and all, after each batch.
+
+        Raises:
+            ConfigInvalid: no token, or one outside the vocabulary.
+            ContextFull: there is no room; nothing was touched.
+            Cancelled: the cancel flag was set; the sequence keeps what was read.
+        """
+        slot, tokens = self._slot(seq_id), arguments.tokens_of(tokens, self._live.n_vocab)
+        self.refuse_without_room(tokens, slot.seq_id)
+        with self._working("making ready for a prompt"):
+            filling = self._decoder.refill(slot, tokens)
+        done, n = 0, len(filling.rest)
+        while done < n:
+            done += self.read(slot.seq_id, filling.rest[done:])
+            if progress is not None:
+                progress(filling.n_kept + done, filling.n_kept + n)
+        return Fed(filling.n_kept, n)
+
+    def embed(
+        self,
+        texts: str | Sequence[str | Sequence[int]],
+        *,
+        pooling: Literal["mean", "cls", "last"] | None = None,
+        normalize: bool = False,
+    ) -> NDArray[np.float32]:
+        """Embed texts, on a sequence that holds nothing and is empty again afterwards.
+
+        Args:
+            texts: one text, or several, each as text or tokens.
+            pooling: what makes one row of a text's tokens: their mean, the first or the last one; None: what the model
+                does by itself, the mean where it does nothing.
+            normalize: divide each row by its length.
+
+        Returns:
+            float32[n_texts, n_embd].
+
+        Raises:
+            ConfigInvalid: the session was not opened with ``embeddings=True``, the model pools in another way by
+                itself, no sequence is empty, or a text is too long for an encoder.
+            ContextFull: a text is too long for the context.
+        """
+        rows = [
+            self.tokenize(one, parse_special=True) if isinstance(one, str | bytes) else one
+            for one in arguments.texts_of(texts)
+        ]
+        found = []
+        for row in rows:
+            tokens = arguments.tokens_of(row, self._live.n_vocab)
+            with self._working("embedding a text"):
+                found.append(embedding.embed(self._live, self._decoder, tokens, pooling))
+        return embedding.stacked(found, self._live.model.n_embd, normalize=normalize)
+
     def advance(self, seq_ids: Sequence[int]) -> dict[int, Token]:
         """Generate one token for each of several sequences, in one decode.
 
@@ -294,102 +365,6 @@ class Session:
         """
         with self._working("generating"):
             return self._decoder.advance([self._slot(seq_id) for seq_id in arguments.sequences_of(seq_ids)])
-
-    def fill(
-        self,
-        seq_id: int,
-        tokens: Sequence[int],
-        *,
-        n_delivered: int = 0,
-        encoder_tokens: Sequence[int] | None = None,
-    ) -> Filling:
-        """Let a sequence keep of what it holds as much as ``tokens`` begin with, and say what is left to read.
-
-        Args:
-            seq_id: the sequence; its sampler is dropped.
-            tokens: what it shall hold.
-            n_delivered: how many of them were drawn and delivered before; the newest of those is not read.
-            encoder_tokens: of an encoder-decoder: what its encoder reads, ``tokens`` being the decoder's. None: the
-                encoder reads those of ``tokens`` that were not delivered.
-
-        Raises:
-            ConfigInvalid: no token, one outside the vocabulary, or more than an encoder reads at once.
-        """
-        slot, tokens = self._slot(seq_id), arguments.tokens_of(tokens, self._live.n_vocab)
-        with self._working("making ready for a prompt"):
-            return self._decoder.fill(slot, tokens, n_delivered=n_delivered, encoder_tokens=encoder_tokens)
-
-    def read(self, seq_id: int, tokens: Sequence[int], *, n_most: int | None = None, draws_next: bool = True) -> int:
-        """Read the beginning of ``tokens`` into a sequence, in one decode.
-
-        Args:
-            seq_id: the sequence.
-            tokens: int32[n], n at least 1.
-            n_most: most tokens to read; None, and at most: a batch of the placement.
-            draws_next: whether the next token is drawn after the last of them.
-
-        Returns:
-            Tokens read.
-
-        Raises:
-            ContextFull: there is no room; nothing was decoded.
-            Cancelled, llama_native.CallFailed: the decode ended early; the sequence keeps what was read.
-        """
-        with self._working("reading a prompt"):
-            return self._decoder.read(self._slot(seq_id), tokens, n_most=n_most, draws_next=draws_next)
-
-    def begin(self, seq_id: int, sampler: SamplerSpec | None, *, n_draws: int = 0, pending: int | None = None) -> None:
-        """Make a sequence that holds its prompt ready to be stepped.
-
-        Args:
-            seq_id: the sequence.
-            sampler: how to draw; None: not known yet.
-            n_draws: random draws that were made before.
-            pending: the token that was drawn last and is not decoded yet; None: none was.
-        """
-        with self._working("beginning to generate"):
-            slot = self._slot(seq_id)
-            if pending is not None:
-                slot.tokens.append(pending)
-            if sampler is not None:
-                self._decoder.put_sampler(slot, sampler, n_draws)
-
-    def step(self, seq_ids: Sequence[int]) -> dict[int, Token | Exception]:
-        """Generate one token for each of several sequences, in one decode; one that cannot draw stops no other.
-
-        Args:
-            seq_ids: sequences that hold a prompt, each once.
-
-        Returns:
-            Sequence id -> its next token, or why it could not be drawn.
-
-        Raises:
-            ContextFull: there is no room; nothing was decoded.
-            Parked: it was the trial of a switch, which could not be fallen back from.
-            llama_native.CallFailed: the library refused or failed; nothing was drawn.
-        """
-        with self._working("generating"):
-            return self._decoder.step([self._slot(seq_id) for seq_id in seq_ids])
-
-    def n_draws(self, seq_id: int) -> int:
-        """Return the random draws that a sequence's sampler has made."""
-        sampler = self._slot(seq_id).sampler
-        return 0 if sampler is None else sampler.n_draws
-
-    def n_held(self, seq_id: int) -> int:
-        """Return how many tokens the memory holds of a sequence."""
-        return self._slot(seq_id).n_past
-
-    def why_full(self, seq_id: int, n_new: int) -> ContextFull | None:
-        """Return the error that so many more tokens would be; None where they fit. A unified cache counts as one."""
-        with self._live.turn.take("counting its room"):
-            self._refuse_gone()
-            return self._live.why_full(self._slot(seq_id).seq_id, n_new)
-
-    def sequences(self) -> tuple[SequenceCarry, ...]:
-        """Return what every sequence holds that holds anything; the logits are shared, the rest copied."""
-        with self._working("telling what it holds"):
-            return tuple(slot.carry() for slot in self._live.used())
 
     def set_sampler(self, spec: SamplerSpec, seq_id: int = 0) -> None:
         """Draw a sequence's next tokens by ``spec``; the same one again goes on where it is."""
@@ -443,62 +418,69 @@ class Session:
                 raise ConfigInvalid("n_discard", n_discard, f"1 to {max(slot.n_past - n_keep - 1, 0)}")
             self._decoder.shift(slot, n_keep, n_discard)
 
-    def check(self, target: Placement, options: SwitchOptions | None = None) -> Checked:
+    def check(
+        self, target: Placement | SplitMode | str | None = None, options: SwitchOptions | None = None, **changes: Any
+    ) -> Checked:
         """Find out whether a switch would be refused; other threads go on meanwhile.
 
         It may take as long as a trial in a child process. A target that the session serves in is never refused.
 
         Args:
-            target: the placement wanted.
+            target: as for :meth:`switch`.
             options: how the switch would be done; None: as :meth:`switch` does it by default.
+            changes: as for :meth:`switch`.
 
         Raises:
+            ConfigInvalid: nothing, or something else, is wanted of the placement.
             Parked: the session serves no more.
         """
         self._refuse_gone()
-        target, options = complete(arguments.placement_of(target), self._live.placement), options or SwitchOptions()
+        target, options = self._target(target, changes), options or SwitchOptions()
         if not self._live.placement.differs(target):
             return Checked(target, options)
         return self._checker.switching(self._live, target, options)
 
     def switch(
         self,
-        target: Placement,
+        target: Placement | SplitMode | str | None = None,
         *,
-        proof: Proof = Proof.BYTES,
+        proof: Proof | str = Proof.BYTES,
         convert: bool = True,
         force: bool = False,
         timeout_s: float | None = 60.0,
         progress: Callable[[Stage, float], None] | None = None,
         checked: Checked | None = None,
+        **changes: Any,
     ) -> SwitchOutcome:
         """Move the session into another placement, keeping every sequence, the last logits and the samplers.
 
         Args:
-            target: the whole placement wanted (``session.placement.changed(mode=...)`` makes one).
+            target: a split mode, or its word; or the whole placement wanted; None: what ``changes`` say.
             proof: how the restored state is proved, or its word.
             convert: False refuses a target that needs the carry converted.
             force: skip the rules, the probe and what the planner says does not fit; structural checks stay.
             timeout_s: how long to wait for the token boundary, seconds; None: as long as it takes.
             progress: told the stage and the share of it that is done.
             checked: what :meth:`check` found of this very target, whose options then count; None: it is checked now.
+            changes: fields of the placement (``mode="tensor", n_ctx=8192``); what is not named stays as it is, a
+                tensor split only within a mode.
 
         Returns:
             The outcome: switched, unchanged, fell_back, refused, cancelled or parked. Never raises for those.
 
         Raises:
             Busy: another switch is under way, or the call comes from inside a callback.
-            ConfigInvalid: an argument is of another kind.
+            ConfigInvalid: an argument is of another kind, or nothing is wanted of the placement.
             Parked: the session serves no more.
         """
         live, found = self._live, checked
-        target, timeout_s = complete(arguments.placement_of(target), live.placement), arguments.timeout_of(timeout_s)
+        wanted, timeout_s = self._target(target, changes), arguments.timeout_of(timeout_s)
         proof = arguments.proof_of(proof)
         options = checked.options if checked is not None else SwitchOptions(proof, convert=convert, force=force)
 
         def check() -> tuple[Reason, ...]:
             nonlocal found
-            found = found or self.check(target, options)
+            found = found or self.check(wanted, options)
             return found.reasons
 
         def again() -> tuple[Reason, ...]:
@@ -508,7 +490,7 @@ class Session:
             live.turn.enter_switch(timeout_s, live.cancel.is_set)
             self._refuse_gone()
 
-        with live.turn.announce_switch(f"a switch to {target.mode.value}"):
+        with live.turn.announce_switch(f"a switch to {wanted.mode.value}"):
             self._refuse_gone()
             run = Run(
                 options,
@@ -517,24 +499,7 @@ class Session:
                 found=lambda: found,
                 progress=progress or (lambda _stage, _share: None),
             )
-            return self._switcher.run(target, run, check=check, enter=enter)
-
-    def reserve(self, n_tokens: int, *, proof: Proof = Proof.BYTES, wait: bool = True) -> int:
-        """Take the memory that a switch will need, touch and pin it, so that the switch itself does not wait for it.
-
-        From then on it grows, beside the work of the session, before what the sequences hold needs it.
-
-        Args:
-            n_tokens: tokens that all sequences will hold by then.
-            proof: the proof that the switch will use; reading back takes a second copy.
-            wait: whether to wait for it; False: it is made beside what the session does next.
-
-        Returns:
-            Bytes held for carries now; what would not leave the host as much again stays unreserved.
-        """
-        with self._working("reserving memory"):
-            n_copies = 2 if arguments.proof_of(proof) is Proof.BYTES else 1
-            return self._live.reserve(arguments.count_of("n_tokens", n_tokens), n_copies=n_copies, wait=wait)
+            return self._switcher.run(wanted, run, check=check, enter=enter)
 
     def save(self, path: str | os.PathLike[str]) -> int:
         """Write the whole session (state, tokens, logits, samplers) to one file; returns its bytes.
@@ -558,43 +523,47 @@ class Session:
         with self._working("restoring"):
             return self._storage.restore(path, self._effects.transfer)
 
-    def state_bytes(self) -> int | None:
-        """Return how many bytes a state would take now; None for a model without a memory."""
-        with self._working("sizing the state"):
-            return self._effects.transfer.state_bytes()
+    def _target(self, target: object, changes: Mapping[str, Any]) -> Placement:
+        return complete(arguments.target_of(target, changes, self._live.placement), self._live.placement)
 
-    def close(self) -> None:
-        """Free samplers, context and model; a second call does nothing."""
-        if self.stage is Stage.CLOSED:
-            return
-        with self._live.turn.take("closing"), self._live.engine.library.holding(everything=True):
-            for slot in self._live.slots.values():
-                slot.clear()
-            self._switcher.close()
-            self._live.close_arenas()
+    def state_bytes(self, *, bare: bool = False) -> bytes:
+        """Return what :meth:`save` would write, as bytes; checked against the session and sealed.
 
-    def __enter__(self) -> Self:
-        return self
+        Args:
+            bare: llama.cpp's own context state alone (what ``llama_state_get_data`` writes): neither tokens, nor
+                logits, nor samplers are in it.
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        Raises:
+            StateUnsound: library and session disagree.
+        """
+        with self._working("saving"):
+            return self._storage.packed(self._effects.transfer, bare=bare)
 
-    @contextmanager
-    def _working(self, what: str) -> Iterator[None]:
-        with self._live.turn.take(what):
-            self._refuse_gone()
-            with self._live.engine.library.holding(everything=True):
-                yield
+    def load_state_bytes(
+        self,
+        state: Buffer,
+        tokens: Mapping[int, Sequence[int]] | Sequence[int] | None = None,
+        *,
+        logits: Mapping[int, ArrayLike] | ArrayLike | None = None,
+    ) -> Restored:
+        """Replace everything the session holds with what :meth:`state_bytes` gave, or a state of the library's own.
 
-    def _refuse_gone(self) -> None:
-        self._live.turn.refuse_fork()
-        if self.stage in {Stage.PARKED, Stage.CLOSED}:
-            raise self._effects.gone(self._switcher.state)
+        Args:
+            state: those bytes; or a session or slot file of llama.cpp; or a bare context state.
+            tokens: of a bare context state: what each sequence holds, by its id; of sequence 0 where it is a row.
+            logits: of a bare context state: the row that each next token is drawn from, float32[n_vocab]; None: the
+                last token is decoded again for it.
 
-    def _slot(self, seq_id: object) -> Slot:
-        number = whole(seq_id)
-        slot = None if number is None else self._live.slots.get(number)
-        if slot is None:
-            n = len(self._live.slots)
-            raise ConfigInvalid("seq_id", seq_id, f"0 to {n - 1} (n_seq_max is {n})")
-        return slot
+        Returns:
+            What was rewritten for this context, and whether the tokens had to be read again.
+
+        Raises:
+            CarryDamaged: it is not what was sealed, or no state; the session is as it was.
+            CarryMismatch: it belongs to another model, or to other tokens; the session is as it was.
+            ConfigInvalid: a bare context state without tokens.
+        """
+        n_vocab = self._live.n_vocab
+        named = arguments.rows_of(tokens, lambda row: arguments.tokens_of(row, n_vocab))
+        drawn_from = arguments.rows_of(logits, lambda row: arguments.logits_of(row, n_vocab))
+        with self._working("restoring"):
+            return self._storage.unpack(memoryview(state).cast("B"), named, drawn_from, self._effects.transfer)

@@ -11,23 +11,37 @@ from pathlib import Path
 from time import time_ns
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from splitctl.carry import file as carries
 from splitctl.carry import seal as seals
 from splitctl.carry.file import Carry
 from splitctl.carry.fingerprint import Adapter, Fingerprint, Identity, Representation
 from splitctl.carry.mapped import mapped
 from splitctl.carry.sampling import SamplerSpec
+from splitctl.carry.sequence import no_logits, no_tokens
 from splitctl.carry.tensorfile import is_safetensors
-from splitctl.engine.sampler import Sampler
+from splitctl.engine.sampler import Constraints, Sampler
 from splitctl.engine.slot import Slot
-from splitctl.errors import CannotConvert, CarryDamaged, CarryMismatch, Difference, Refused, SplitctlError, StateUnsound
+from splitctl.errors import (
+    CannotConvert,
+    CarryDamaged,
+    CarryMismatch,
+    ConfigInvalid,
+    Difference,
+    Refused,
+    SplitctlError,
+    StateUnsound,
+)
 from splitctl.places import state_folder
 from splitctl.switching import rules
-from splitctl.switching.conversion import FileContent, kind_of, look, n_cells
+from splitctl.switching.conversion import FileContent, kind_of, look, n_cells, n_held
 from splitctl.switching.rules import SessionFacts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
 
     from splitctl.carry.seal import Seal, Segment
     from splitctl.carry.sequence import SequenceCarry
@@ -38,6 +52,8 @@ if TYPE_CHECKING:
 
 _LIBRARY_FILES = frozenset({b"nsgg", b"qsgg"})
 """First bytes of the library's session files, and of its sequence files (slot files of its server are such)."""
+
+_CANNOT_REWIND = "this memory cannot be rewound by the one token that gives logits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +95,81 @@ class Storage:
             transfer.report(sealed)
         return n_bytes
 
+    def packed(self, transfer: Transfer, *, bare: bool) -> bytes:
+        """Return the session as the bytes of its file, or the library's state alone; for `Session.state_bytes`."""
+        sealed = transfer.snapshot()
+        packed = bytes(sealed.view) if bare else carries.to_bytes(carries.seal(self.carry(sealed)))
+        with suppress(OSError):
+            transfer.report(sealed)
+        return packed
+
+    def unpack(
+        self,
+        state: memoryview,
+        tokens: Mapping[int, Sequence[int]] | None,
+        logits: Mapping[int, NDArray[np.float32]] | None,
+        transfer: Transfer,
+    ) -> Restored:
+        """Replace what the session holds with a state in memory; see :meth:`Session.load_state_bytes`."""
+        is_carry = is_safetensors(state)
+        if is_carry or bytes(state[:4]) in _LIBRARY_FILES:
+            if tokens is not None or logits is not None:
+                raise ConfigInvalid("tokens", "given", "None: this state has its own")
+            if is_carry:
+                return self._restore_carry(carries.from_bytes(bytes(state)).carry, transfer)
+            return self._restore_library_file(None, state, transfer)
+        if tokens is None:
+            raise ConfigInvalid("tokens", None, "what each sequence of a bare state holds, such as {0: tokens}")
+        return self._restore_bare(state, tokens, logits or {}, transfer)
+
+    def _restore_bare(
+        self,
+        state: memoryview,
+        tokens: Mapping[int, Sequence[int]],
+        logits: Mapping[int, NDArray[np.float32]],
+        transfer: Transfer,
+    ) -> Restored:
+        live = self._live
+        if others := sorted((tokens.keys() | logits.keys()) - live.slots.keys()):
+            raise ConfigInvalid("tokens", others[0], f"sequences 0 to {len(live.slots) - 1}")
+        if live.has_memory:
+            try:
+                held = n_held(state)
+            except StateUnsound as error:
+                raise CarryDamaged(None, str(error)) from error
+        else:
+            held = {seq_id: len(row) for seq_id, row in tokens.items()}
+        for seq_id in sorted(held.keys() | tokens.keys()):
+            n, n_tokens = held.get(seq_id, 0), len(tokens.get(seq_id, ()))
+            if n not in {n_tokens, n_tokens - 1} or (seq_id in logits and n != n_tokens):
+                about = f"{n} positions of sequence {seq_id}"
+                raise CarryMismatch([Difference("state", about, f"as many as its {n_tokens} tokens")])
+        self._refuse_without_room(SessionFacts(dict(held)), state)
+
+        def slots() -> dict[int, Slot]:
+            fresh = {seq_id: Slot(seq_id) for seq_id in live.slots}
+            for seq_id, row in tokens.items():
+                fresh[seq_id].tokens, fresh[seq_id].n_past = array("i", row), held.get(seq_id, 0)
+                if seq_id in logits:
+                    fresh[seq_id].take_rows(logits[seq_id].reshape(1, -1), np.zeros(1, np.int32))
+            return fresh
+
+        def unread() -> dict[int, Slot]:
+            fresh = slots()
+            for slot in fresh.values():
+                slot.n_past = max(len(slot.tokens) - 1, 0)
+                slot.take_rows(no_logits(), no_tokens())
+            return fresh
+
+        restored = self._put(state, slots, transfer, refit=True, unread=unread)
+        for slot in live.used():
+            if slot.n_past == len(slot.tokens) and not slot.has_logits and live.has_memory:
+                if not live.engine.live_context.seq_rm(slot.seq_id, slot.n_past - 1, -1):
+                    return self._read_again(unread, transfer, _CANNOT_REWIND)
+                slot.n_past -= 1
+        transfer.reseal()
+        return restored
+
     def park(self, sealed: SealedState | None) -> Path:
         """Write what is left (without a state: the tokens) to the user's state folder; returns the file.
 
@@ -119,7 +210,9 @@ class Storage:
             if not is_safetensors(file):
                 wanted = "name a session that splitctl saved, or a session or slot file of llama.cpp"
                 raise CarryDamaged(source, f"it is {kind_of(file)}; {wanted}")
-        read = carries.read(source).carry
+        return self._restore_carry(carries.read(source).carry, transfer)
+
+    def _restore_carry(self, read: Carry, transfer: Transfer) -> Restored:
         slots, is_foreign = self._fitting(read)
         restored = self._put(read.state, slots, transfer, refit=is_foreign)
         self._take_samplers(read)
@@ -215,7 +308,7 @@ class Storage:
         for slot in self._live.slots.values():
             slot.sampler = self._sampler(next((s for s in read.sequences if s.seq_id == slot.seq_id), None))
 
-    def _restore_library_file(self, path: Path, state: memoryview, transfer: Transfer) -> Restored:
+    def _restore_library_file(self, path: Path | None, state: memoryview, transfer: Transfer) -> Restored:
         live = self._live
         try:
             found = look(state)
@@ -245,8 +338,7 @@ class Storage:
         slot = live.slots[0]
         if slot.n_past == n_tokens and not live.engine.live_context.seq_rm(0, n_tokens - 1, -1):
             # No logits came with it, and this memory cannot drop its last row to make them again.
-            why = "this memory cannot be rewound by the one token that gives logits"
-            return self._read_again(unread, transfer, why)
+            return self._read_again(unread, transfer, _CANNOT_REWIND)
         slot.n_past = n_tokens - 1
         transfer.reseal()
         return restored
@@ -311,8 +403,9 @@ class Storage:
     def _sampler(self, sequence: SequenceCarry | None) -> Sampler | None:
         if sequence is None or (not sequence.accepted.size and sequence.sampler == SamplerSpec()):
             return None
-        sampler = Sampler(self._live.engine.library, sequence.sampler, self._live.n_vocab)
-        sampler.replay(sequence.accepted.tolist(), sequence.n_draws)
+        constraints = Constraints(sequence.grammar)
+        sampler = Sampler(self._live.engine.library, sequence.sampler, self._live.n_vocab, constraints)
+        sampler.replay(sequence.accepted.tolist(), sequence.n_draws, sequence.n_ruled)
         return sampler
 
 

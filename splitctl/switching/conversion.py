@@ -170,6 +170,21 @@ def look(state: memoryview) -> FileContent:
     return FileContent(tokens.text, rows, "" if found.damage is None else str(found.damage))
 
 
+def n_held(state: memoryview) -> Mapping[int, int]:
+    """Count the positions that a bare context state holds, by sequence id.
+
+    Raises:
+        StateUnsound: it is none.
+    """
+    try:
+        image = statecodec.parse(state)
+    except statecodec.StateFormatError as error:
+        raise StateUnsound(str(error)) from error
+    if image.form.is_sequence:
+        raise StateUnsound("it is the state of one sequence, wanted that of a context")
+    return {seq_id: span.pos_max + 1 for seq_id, span in image.sequences().items()}
+
+
 def n_cells(state: memoryview) -> int:
     """Count the cells of a state of sequences that may share some; 0 where it does not parse."""
     try:

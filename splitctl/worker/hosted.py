@@ -133,7 +133,7 @@ def judgement(session: Session, number: int, checked: Checked, why_not_beside: s
         is_unchanged=not now.differs(target),
         reasons=tuple({"code": one.code, "text": one.text} for one in reasons),
         conversions=_conversions(now, target),
-        state_bytes=session.state_bytes(),
+        state_bytes=session.n_state_bytes(),
         weight_bytes=session.model.size_bytes,
         mem_available=host_memory().available,
         via=via,

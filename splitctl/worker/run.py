@@ -25,6 +25,7 @@ from splitctl.planning.payoff import ByProfile, SwitchedRun, by_profile, look_ba
 from splitctl.probing.free_memory import device_facts
 from splitctl.session import Session
 from splitctl.session.opening import trials_of
+from splitctl.session.prompts import chat_text, text_tokens
 from splitctl.switching import tables
 from splitctl.switching.checking import TRIED, Checker
 from splitctl.worker.failures import failure_of
@@ -35,7 +36,6 @@ from splitctl.worker.opening import (
     try_on_servers,
     with_largest_chunk,
 )
-from splitctl.worker.prompts import chat_text, text_tokens
 
 Emit = Callable[[JobEvent], None]
 

@@ -25,10 +25,10 @@ from splitctl.ipc.orders import Open, Order, Report, WorkerEvent
 from splitctl.ipc.wire import MessageInvalid
 from splitctl.outcome import Route, Stage, SwitchOutcome, SwitchStatus, to_plain
 from splitctl.placement import SplitMode
-from splitctl.session import Session
+from splitctl.session import Session, prompts
 from splitctl.session.opening import standing_facts, trials_of
 from splitctl.switching.checking import Checked
-from splitctl.worker import hosted, prompts
+from splitctl.worker import hosted
 from splitctl.worker.batching import Batcher
 from splitctl.worker.failures import failure_of, logged_failure_of
 from splitctl.worker.inbox import CancelGate, CheckDone, Inbox

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from splitctl.worker.prompts import pieces_of
+from splitctl.session.prompts import pieces_of
 
 
 def test_a_token_is_looked_up_once() -> None:

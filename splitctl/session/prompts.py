@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from splitctl.errors import ConfigInvalid
 from splitctl.model.chat_messages import Message, refuse_unreadable
-from splitctl.session import Session
+
+if TYPE_CHECKING:
+    from splitctl.session.core import SessionCore
 
 
-def text_tokens(session: Session, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+def text_tokens(session: SessionCore, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
     """Turn a text into tokens, as a Tokenize order says; raises ConfigInvalid where the model has no tokenizer."""
     _refuse_without_tokenizer(session)
     return session.tokenize(text, add_special=add_special, parse_special=parse_special)
 
 
 def chat_text(
-    session: Session,
+    session: SessionCore,
     messages: Sequence[Message],
     *,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -55,7 +57,7 @@ def chat_text(
     return text
 
 
-def pieces_of(session: Session, tokens: Sequence[int], tick: Callable[[], None]) -> tuple[bytes, ...]:
+def pieces_of(session: SessionCore, tokens: Sequence[int], tick: Callable[[], None]) -> tuple[bytes, ...]:
     """Give the bytes of each different token, in the order in which they come first, control tokens by name.
 
     `tick` is called between them: tokens may be all of the vocabulary. Raises ConfigInvalid where the model has no such
@@ -72,11 +74,11 @@ def pieces_of(session: Session, tokens: Sequence[int], tick: Callable[[], None])
     return tuple(pieces)
 
 
-def _refuse_without_tokenizer(session: Session) -> None:
+def _refuse_without_tokenizer(session: SessionCore) -> None:
     if not session.model.has_tokenizer:
         raise ConfigInvalid("model", session.facts.name, "a model with a tokenizer: this one reads numbers only")
 
 
-def _token_text(session: Session, token: int) -> str:
+def _token_text(session: SessionCore, token: int) -> str:
     """Give a special token's text; empty when the model has none."""
     return session.model.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
