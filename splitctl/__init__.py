@@ -13,6 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from splitctl.carry.sampling import SamplerSpec, Token
+    from splitctl.client import (
+        AnswerBroken,
+        AsyncClient,
+        Client,
+        HostGone,
+        HostIncompatible,
+        NoSuchSession,
+        RequestFailed,
+        ServerUnreachable,
+        connect,
+        connect_async,
+    )
     from splitctl.engine.sampler import LogitsProcessor
     from splitctl.errors import (
         AdapterInvalid,
@@ -40,6 +52,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdapterInvalid",
+    "AnswerBroken",
+    "AsyncClient",
     "BadModelFile",
     "Busy",
     "Cancelled",
@@ -47,21 +61,27 @@ __all__ = [
     "CarryMismatch",
     "CarryNotWritten",
     "ChatTemplateFailed",
+    "Client",
     "ConfigInvalid",
     "ContextFull",
     "DeadlineExceeded",
     "Fed",
     "FileChanged",
     "FlashAttn",
+    "HostGone",
+    "HostIncompatible",
     "LogitsProcessor",
+    "NoSuchSession",
     "Parked",
     "Placement",
     "PlacementInvalid",
     "Proof",
     "Reason",
     "Refused",
+    "RequestFailed",
     "Restored",
     "SamplerSpec",
+    "ServerUnreachable",
     "Session",
     "SplitMode",
     "SplitctlError",
@@ -73,6 +93,8 @@ __all__ = [
     "Usage",
     "Via",
     "WorkerLost",
+    "connect",
+    "connect_async",
 ]
 
 # Everything not named here is an error.
@@ -82,6 +104,10 @@ _HOMES = {
     "splitctl.engine.sampler": ("LogitsProcessor",),
     "splitctl.model.chat_messages": ("ChatTemplateFailed",),
     "splitctl.carry.sampling": ("SamplerSpec", "Token"),
+    "splitctl.client": (
+        *("AnswerBroken", "AsyncClient", "Client", "HostGone", "HostIncompatible", "NoSuchSession", "RequestFailed"),
+        *("ServerUnreachable", "connect", "connect_async"),
+    ),
     "splitctl.outcome": ("Proof", "Stage", "SwitchOutcome", "SwitchStatus", "Via"),
     "splitctl.placement": ("FlashAttn", "Placement", "PlacementInvalid", "SplitMode"),
 }

@@ -8,12 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from splitctl.errors import Reason
+from splitctl.placement import Placement
 
 if TYPE_CHECKING:
-    from splitctl.placement import Placement, SplitMode
+    from collections.abc import Mapping
+
+    from splitctl.placement import SplitMode
 
 
 class Proof(Enum):
@@ -279,6 +282,23 @@ class SwitchOutcome:
             "stages_gb_s": self._rates(),
         }
 
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> SwitchOutcome:
+        """Read what `to_json` gave, of another release too: what is left out has its default, what is new is left out.
+
+        Raises:
+            ValueError, TypeError, KeyError: it is no outcome.
+            PlacementInvalid: a placement in it is none.
+        """
+        own = {one.name for one in fields(cls)} - {"requested_placement", "effective_placement"}
+        given = {name: _read(name, value) for name, value in plain.items() if name in own}
+        effective = plain.get("effective_placement")
+        return cls(
+            **given,
+            requested_placement=_placement(plain["requested_placement"]),
+            effective_placement=None if effective is None else _placement(effective),
+        )
+
     def _rates(self) -> dict[str, Json]:
         """Say how fast each stage moved what it moves, GB/s (1e9 bytes); None where it moved nothing."""
         n_state = None if self.state_bytes is None else self.state_bytes - (self.ahead_bytes or 0)
@@ -290,6 +310,34 @@ class SwitchOutcome:
             if one.name in moved:
                 rates[one.name] = n_bytes / ms / 1e6 if ms and n_bytes else None
         return rates
+
+
+_ENUMS: dict[str, type[Enum]] = {"status": SwitchStatus, "stage": Stage, "via": Via, "weights": WeightsTier}
+
+
+def _read(name: str, value: Any) -> Any:
+    """Read a field of an outcome as `SwitchOutcome.to_json` writes it."""
+    if name in _ENUMS:
+        return None if value is None else _ENUMS[name](value)
+    match name:
+        case "reasons":
+            return tuple(Reason(one["code"], one["text"]) for one in value)
+        case "stages_ms":
+            return StageTimes(**_known(StageTimes, value))
+        case "peak_device_bytes":
+            return tuple(DevicePeak(one["index"], one["device"], one["bytes"]) for one in value)
+        case "conversions":
+            return tuple(value)
+    return value
+
+
+def _placement(plain: Mapping[str, Any]) -> Placement:
+    return Placement.from_json(_known(Placement, plain))
+
+
+def _known(kind: type, plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what a later release has added."""
+    return {one.name: plain[one.name] for one in fields(kind) if one.name in plain}
 
 
 def to_plain(value: object) -> Json:

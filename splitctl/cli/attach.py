@@ -17,7 +17,7 @@ from splitctl.cli.options import predict_option, prompt_options, sampler_options
 from splitctl.cli.output import ExitCode, Screen, one_line
 from splitctl.cli.prompts import PromptUnreadable, read_prompt
 from splitctl.cli.switch import outcome_line
-from splitctl.control.client import Client, ControlAnswer, HostGone, wait
+from splitctl.control.client import Call, ControlAnswer, HostGone, wait
 from splitctl.control.requests import EventsRequest, GenerateRequest
 from splitctl.control.sockets import Address
 from splitctl.ipc.jobs import Progress
@@ -150,9 +150,9 @@ def _answer(talk: Talk, prompt: str, screen: Screen) -> dict[str, Any]:
     tokens: list[int] = []
     with ExitStack() as stack:
         ctrl_c = stack.enter_context(CtrlC())
-        watch = stack.enter_context(Client(talk.address, EventsRequest()))
-        stream = stack.enter_context(Client(talk.address, talk.request(prompt)))
-        sources: list[Client | int] = [stream, watch, ctrl_c.fileno()]
+        watch = stack.enter_context(Call(talk.address, EventsRequest()))
+        stream = stack.enter_context(Call(talk.address, talk.request(prompt)))
+        sources: list[Call | int] = [stream, watch, ctrl_c.fileno()]
         while True:
             ready = wait(sources)
             if ctrl_c.fileno() in ready:
@@ -176,7 +176,7 @@ def _answer(talk: Talk, prompt: str, screen: Screen) -> dict[str, Any]:
                         screen.note(f"-- paused: {one_line(why)}")
 
 
-def _watched(watch: Client, screen: Screen) -> bool:
+def _watched(watch: Call, screen: Screen) -> bool:
     """Show events of the session; return whether more may come."""
     try:
         for message in watch.read():

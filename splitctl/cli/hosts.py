@@ -15,7 +15,7 @@ import click
 
 from splitctl.cli.options import json_option
 from splitctl.cli.output import EXIT_OF_FAULT, ExitCode, Screen
-from splitctl.control.client import Client, ControlAnswer, wait
+from splitctl.control.client import Call, ControlAnswer, wait
 from splitctl.control.requests import ControlRequest
 from splitctl.control.sockets import Address, NoSuchSession, find, runtime_folder
 from splitctl.errors import Cancelled, ConfigInvalid, SplitctlError
@@ -74,7 +74,7 @@ def address_of(session: str | None) -> Address:
 
 def ask_host(session: str | None, request: ControlRequest) -> dict[str, Any]:
     """Ask a session's host, and wait for the answer; an interrupt ends the waiting, not the host's work."""
-    with CtrlC() as ctrl_c, Client(address_of(session), request) as client:
+    with CtrlC() as ctrl_c, Call(address_of(session), request) as client:
         while True:
             if ctrl_c.fileno() in wait([client, ctrl_c.fileno()]):
                 what = "waiting for the host, which goes on with what it was asked for,"

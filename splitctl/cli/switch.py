@@ -21,7 +21,7 @@ from splitctl.cli.output import (
     print_json,
     switch_table,
 )
-from splitctl.control.client import Client, ControlAnswer, wait
+from splitctl.control.client import Call, ControlAnswer, wait
 from splitctl.control.requests import CheckRequest, SwitchRequest
 from splitctl.ipc.jobs import Progress
 from splitctl.outcome import Route, SwitchOptions, Via, WeightsTier
@@ -87,9 +87,9 @@ def switch(
 def _switch(session: str | None, request: SwitchRequest, screen: Screen, *, asks: bool) -> dict[str, Any] | None:
     """Switch, and show the stages; None where it was left running. Ctrl-C cancels it, or asks whether to."""
     is_asking = False
-    with CtrlC() as ctrl_c, Client(address_of(session), request) as client:
+    with CtrlC() as ctrl_c, Call(address_of(session), request) as client:
         while True:
-            sources: list[Client | int] = [client, ctrl_c.fileno()]
+            sources: list[Call | int] = [client, ctrl_c.fileno()]
             ready = wait([*sources, _STDIN] if is_asking else sources)
             if client in ready:
                 for message in client.read():

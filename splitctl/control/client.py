@@ -6,11 +6,12 @@ import os
 import selectors
 import socket
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
 from splitctl.control.requests import REQUESTS, ControlRequest
-from splitctl.control.sockets import Address, NoSuchSession, peer_uid
+from splitctl.control.sockets import Address, NoSuchSession, peer_pid, peer_uid
 from splitctl.errors import SplitctlError
 from splitctl.ipc.jobs import CANCEL, Fault, RequestFailed
 from splitctl.ipc.wire import MessageInvalid, object_of, to_line
@@ -53,14 +54,18 @@ class ControlAnswer:
     body: dict[str, Any]
 
 
-class Client:
+class Call:
     """One request to a host.
+
+    Attributes:
+        address: where the session is reached.
+        host_pid: process id of who listens there; 0 if it is of another namespace.
 
     Lifetime:
         Use as a context manager; leaving it hangs up.
 
     Thread:
-        One; `cancel` may be called from any and from a signal handler.
+        One; `cancel` and `hang_up` may be called from any and from a signal handler.
     """
 
     def __init__(self, address: Address, request: ControlRequest, *, connect_s: float = CONNECT_S) -> None:
@@ -82,6 +87,7 @@ class Client:
         try:
             self._socket.settimeout(connect_s)
             self._socket.connect(str(address.path))
+            self.host_pid = peer_pid(self._socket)
             uid = peer_uid(self._socket)
             if uid != os.getuid():
                 raise HostGone(address.name, f"is not yours (it runs as user {uid}) and was left")  # noqa: TRY301
@@ -148,6 +154,11 @@ class Client:
             # It has answered and hung up already; `read` finds that.
             return
 
+    def hang_up(self) -> None:
+        """End the connection: the next `read` finds the end, and the host a client that is gone."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Hang up."""
         self._socket.close()
@@ -195,7 +206,7 @@ def ask(
         RequestFailed: the host did not do it.
         HostGone: it ended or was silent for too long.
     """
-    with Client(address, request) as client:
+    with Call(address, request) as client:
         while True:
             if not wait([client], timeout_s):
                 raise HostGone(address.name, f"was silent for {timeout_s:g} s")
@@ -206,7 +217,7 @@ def ask(
                     on_event(message.body)
 
 
-def wait(sources: Iterable[Client | int], timeout_s: float | None = None) -> list[Client | int]:
+def wait(sources: Iterable[Call | int], timeout_s: float | None = None) -> list[Call | int]:
     """Wait until one of several has something to read.
 
     Args:

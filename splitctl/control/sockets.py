@@ -282,9 +282,18 @@ def find(folder: Path, name: str | None) -> Address:
 
 def peer_uid(connection: socket.socket) -> int:
     """Ask the kernel which user is at the other end of a connected unix socket."""
+    return _credentials(connection)[1]
+
+
+def peer_pid(connection: socket.socket) -> int:
+    """Ask the kernel which process listened at the other end of a connected unix socket; 0 if it cannot be named."""
+    return _credentials(connection)[0]
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int]:
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    _, uid, _ = _UCRED.unpack(raw)
-    return int(uid)
+    pid, uid, _ = _UCRED.unpack(raw)
+    return int(pid), int(uid)
 
 
 def _cleaned(address: Address) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import secrets
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -98,6 +99,8 @@ class HttpServer:
                 log_level="critical",
                 access_log=False,
                 server_header=False,
+                # A client can tell by it that the server was restarted.
+                headers=[("x-splitctl-host", secrets.token_hex(8))],
                 proxy_headers=False,
                 h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 timeout_keep_alive=_KEEP_ALIVE_S,

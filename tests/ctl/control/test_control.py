@@ -15,7 +15,7 @@ import pytest
 
 from splitctl.carry.sampling import SamplerSpec
 from splitctl.control import requests
-from splitctl.control.client import Client, ControlAnswer, ControlEvent, HostGone, ask
+from splitctl.control.client import Call, ControlAnswer, ControlEvent, HostGone, ask
 from splitctl.control.requests import GenerateRequest, StatusRequest, SwitchRequest
 from splitctl.control.server import ControlLimits
 from splitctl.control.sockets import Address, NoSuchSession
@@ -71,7 +71,7 @@ def _asked(here: Served, line: bytes) -> dict[str, Any]:
         return said
 
 
-def _next(client: Client) -> ControlEvent | ControlAnswer:
+def _next(client: Call) -> ControlEvent | ControlAnswer:
     while True:
         for message in client.read():
             return message
@@ -208,7 +208,7 @@ def test_a_stream_arrives_whole() -> None:
 
 def test_a_cancel_ends_a_generation_and_it_still_answers() -> None:
     """The control line on the same connection ends an endless stream with its own reason."""
-    with served() as here, Client(here.address, GenerateRequest(prompt="a")) as client:
+    with served() as here, Call(here.address, GenerateRequest(prompt="a")) as client:
         assert isinstance(_next(client), ControlEvent)
         client.cancel()
         while True:
@@ -247,7 +247,7 @@ def test_a_switch_is_cancelled_by_its_client_and_outlives_a_hung_up_one() -> Non
     """The control line cancels the switch; closing the connection leaves it running."""
     request = SwitchRequest(Changes(mode=SplitMode.TENSOR))
     with served() as here:
-        with Client(here.address, request) as client:
+        with Call(here.address, request) as client:
             assert here.host.switch_began.wait(60)
         assert here.host.is_switching
         here.call(here.host.switch_end.set)
@@ -255,7 +255,7 @@ def test_a_switch_is_cancelled_by_its_client_and_outlives_a_hung_up_one() -> Non
         here.host.switch_began.clear()
         while here.host.is_switching:
             ask(here.address, StatusRequest())
-        with Client(here.address, request) as client:
+        with Call(here.address, request) as client:
             assert here.host.switch_began.wait(60)
             with pytest.raises(RequestFailed) as caught:
                 ask(here.address, request)
@@ -342,14 +342,14 @@ def test_errors_say_whose_fault_they_are(error: Exception, fault: str, kind: str
 def test_events_are_told_until_the_client_leaves() -> None:
     """A subscriber gets what happens, and leaving ends the subscription."""
     with served() as here:
-        with Client(here.address, requests.EventsRequest()) as client:
+        with Call(here.address, requests.EventsRequest()) as client:
             assert here.host.subscribed.wait(60)
             here.call(lambda: here.host.events.put_nowait({"kind": "outcome", "a": 1}))
             assert _next(client) == ControlEvent({"kind": "outcome", "a": 1})
         assert here.host.unsubscribed.wait(60)
         here.host.unsubscribed.clear()
         here.host.subscribed.clear()
-        with Client(here.address, requests.EventsRequest()) as client:
+        with Call(here.address, requests.EventsRequest()) as client:
             assert here.host.subscribed.wait(60)
             here.call(lambda: here.host.events.put_nowait(None))
             assert _next(client) == ControlAnswer({})
@@ -453,7 +453,7 @@ def test_a_host_that_speaks_otherwise_is_told(said: bytes, match: str, tmp_path:
 def test_what_came_before_an_error_is_not_lost(tmp_path: Path) -> None:
     """An error in the same breath as events is told after them, and an unknown fault is nobody's."""
     first, second = socket.socketpair()
-    client = Client.__new__(Client)
+    client = Call.__new__(Call)
     client.address = Address("a", tmp_path)
     client._pending = bytearray()
     client._failure = None
