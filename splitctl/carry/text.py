@@ -4,6 +4,7 @@ Laws:
     1. ``from_texts(to_texts(d))`` says the same as ``d``, and ``to_texts`` of that gives the same texts.
     2. A field that has a default may be absent: the carry was written before the field came. Every other difference in
        the fields is refused.
+    3. A field of a sequence that has its default is not written: without it a carry is what it was before it came.
 """
 
 from __future__ import annotations
@@ -112,12 +113,19 @@ def _entries(hint: Any, n: int) -> tuple[Any, ...]:
     return inner[:1] * n if inner[-1] is Ellipsis else inner
 
 
+def _absent(value: SequenceWords) -> tuple[str, ...]:
+    return tuple(one.name for one in fields(value) if getattr(value, one.name) == one.default)
+
+
 def _plain(hint: Any, value: Any) -> Any:
     if hint is Placement:
         # Through its own reader first: a share given as 3 comes back as 3.0.
         return Placement.from_json(value.to_json()).to_json()
     if hint in _RECORDS:
-        return {name: _plain(inner, getattr(value, name)) for name, inner in _RECORDS[hint].items()}
+        absent = _absent(value) if hint is SequenceWords else ()
+        return {
+            name: _plain(inner, getattr(value, name)) for name, inner in _RECORDS[hint].items() if name not in absent
+        }
     if get_origin(hint) is tuple:
         return [_plain(inner, one) for inner, one in zip(_entries(hint, len(value)), value, strict=True)]
     # A scale or temperature given as 1 would come back as 1.0.

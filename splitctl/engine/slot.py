@@ -72,7 +72,7 @@ class Slot:
             n_draws=sampler.n_draws if sampler else 0,
             encoder_tokens=self.encoder_tokens,
             grammar=sampler.constraints.grammar if sampler else "",
-            n_ruled=sampler.n_ruled if sampler else 0,
+            n_ruled=sampler.n_ruled if sampler and sampler.constraints.grammar else 0,
         )
 
     def clear(self) -> None:

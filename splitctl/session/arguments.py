@@ -88,6 +88,14 @@ def texts_of(value: object) -> tuple[Any, ...]:
     return tuple(value)
 
 
+def bytes_of(value: object) -> memoryview:
+    """Read the bytes of a state."""
+    try:
+        return memoryview(value).cast("B")  # type: ignore[arg-type] # it refuses what has no bytes
+    except TypeError as error:
+        raise ConfigInvalid("state", type(value).__name__, "bytes, such as session.state_bytes() gives") from error
+
+
 def rows_of(value: object, reader: Callable[[object], Row]) -> dict[int, Row] | None:
     """Read rows by sequence; one alone is that of sequence 0."""
     if value is None:

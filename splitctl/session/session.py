@@ -562,8 +562,8 @@ class Session(SessionCore):
             CarryMismatch: it belongs to another model, or to other tokens; the session is as it was.
             ConfigInvalid: a bare context state without tokens.
         """
-        n_vocab = self._live.n_vocab
+        n_vocab, given = self._live.n_vocab, arguments.bytes_of(state)
         named = arguments.rows_of(tokens, lambda row: arguments.tokens_of(row, n_vocab))
         drawn_from = arguments.rows_of(logits, lambda row: arguments.logits_of(row, n_vocab))
         with self._working("restoring"):
-            return self._storage.unpack(memoryview(state).cast("B"), named, drawn_from, self._effects.transfer)
+            return self._storage.unpack(given, named, drawn_from, self._effects.transfer)

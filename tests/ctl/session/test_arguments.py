@@ -47,8 +47,35 @@ WRONG: list[tuple[Callable[[Any], Any], str, str]] = [
     (lambda s: s.shift(1.5, 2), "n_keep", "a whole number"),
     (lambda s: s.reserve(None), "n_tokens", "a whole number"),
     (lambda s: s.reserve(5, proof="faith"), "proof", "bytes positions off"),
-    (lambda s: s.switch("tensor"), "placement", "changed(mode='tensor')"),
+    (lambda s: s.switch("sideways"), "mode", "none layer row tensor"),
+    (lambda s: s.switch(), "placement", "fields such as n_ctx=8192"),
+    (lambda s: s.switch(n_contexts=2), "placement", "n_ctx"),
+    (lambda s: s.switch("tensor", n_ctx="many"), "n_ctx", "a whole number"),
     (lambda s: s.check({"mode": "tensor"}), "placement", "changed(mode='tensor')"),
+    (lambda s: s.text(5), "tokens", "session.tokenize"),
+    (lambda s: s.text("x", n="5"), "n", "a whole number"),
+    (lambda s: s.text("x", n=True), "n", "a whole number"),
+    (lambda s: s.text("x", stop=5), "stop", "texts that are not empty"),
+    (lambda s: s.text("x", stop=("",)), "stop", "texts that are not empty"),
+    (lambda s: s.text("x", sampler=0.8), "sampler", "a SamplerSpec"),
+    (lambda s: s.text("x", seq_id=1), "seq_id", "0 to 0"),
+    (lambda s: s.text("x", grammar=b"root"), "grammar", "GBNF"),
+    (lambda s: s.text("x", grammar="x" * (2 << 20)), "grammar", "1048576 at most"),
+    (lambda s: s.text("x", processors="low"), "processors", "functions"),
+    (lambda s: s.text("x", processors=3), "processors", "functions"),
+    (lambda s: s.chat("Hello"), "messages", "'role': 'user'"),
+    (lambda s: s.chat(["Hello"]), "messages", "'role': 'user'"),
+    (lambda s: s.chat([]), "messages", "one message at least"),
+    (lambda s: s.chat([{"role": "user", "content": 5}]), "messages[0].content", "a text"),
+    (lambda s: s.feed("a text"), "tokens", "session.tokenize"),
+    (lambda s: s.feed([]), "tokens", "at least one token"),
+    (lambda s: s.embed(5), "texts", "as text or as tokens"),
+    (lambda s: s.embed("x"), "embeddings", "embeddings=True"),
+    (lambda s: s.load_state_bytes(b"????"), "tokens", "{0: tokens}"),
+    (lambda s: s.load_state_bytes(b"????", {0: [1]}, logits={0: [1.0]}), "logits", "float32[260]"),
+    (lambda s: s.load_state_bytes(b"????", {"a": [1]}), "seq_id", "a whole number"),
+    (lambda s: s.load_state_bytes(b"????", {7: [1]}), "tokens", "sequences 0 to 0"),
+    (lambda s: s.load_state_bytes("state"), "state", "bytes"),
     (lambda s: s.switch(s.placement, proof=1), "proof", "bytes positions off"),
     (lambda s: s.switch(s.placement, timeout_s="60"), "timeout_s", "seconds"),
     (lambda s: s.switch(s.placement, timeout_s=-1), "timeout_s", "seconds"),
@@ -79,7 +106,9 @@ def child_wrong(path: str, model: str) -> dict[str, Any]:
         is_same = session.tokens() == before
         n_more = len([*session.generate(n=2)])
     opening = [
-        told(lambda: Session.open(model, "tensor", library=library)),  # type: ignore[arg-type]
+        told(lambda: Session.open(model, "sideways", library=library)),
+        told(lambda: Session.open(model, 5, library=library)),  # type: ignore[arg-type]
+        told(lambda: Session.open(model, library=library, weights="fast")),
         told(lambda: Session.open(model, library=library, adapters=["lora.gguf"])),  # type: ignore[list-item]
         told(lambda: Session.open(model, library=library, adapters=[("lora.gguf", "1")])),  # type: ignore[list-item]
     ]
@@ -91,12 +120,15 @@ def test_wrong_arguments_are_refused_by_name(model: Path) -> None:
     told_all = run_child(child_wrong, build(), model).value()
     assert len(told_all["found"]) == len(WRONG)
     for number, ((_, field, wanted), found) in enumerate(zip(WRONG, told_all["found"], strict=True)):
-        assert found[:2] == ["ConfigInvalid", field], (number, found)
+        assert found[0] in {"ConfigInvalid", "PlacementInvalid"}, (number, found)
+        assert found[1] == field, (number, found)
         assert wanted in found[2], (number, found)
     assert told_all["same"]
     assert told_all["more"] == 2
     assert [one[:2] for one in told_all["opening"]] == [
+        ["PlacementInvalid", "mode"],
         ["ConfigInvalid", "placement"],
+        ["ConfigInvalid", "weights"],
         ["ConfigInvalid", "adapters"],
         ["ConfigInvalid", "adapters"],
     ]
@@ -129,6 +161,10 @@ def child_closed(path: str, model: str) -> dict[str, list[str]]:
         "advance": lambda: session.advance((0,)),
         "sequences": session.sequences,
         "state_bytes": session.state_bytes,
+        "n_state_bytes": session.n_state_bytes,
+        "text": lambda: session.text([1]).read(),
+        "feed": lambda: session.feed([1]),
+        "embed": lambda: session.embed([[1]]),
         "switch": lambda: session.switch(session.placement),
         "check": lambda: session.check(session.placement),
         "save": lambda: session.save("x"),
@@ -148,7 +184,7 @@ def child_closed(path: str, model: str) -> dict[str, list[str]]:
 def test_a_closed_session_says_that_it_is_closed(model: Path) -> None:
     """By every method that would need its model."""
     found = run_child(child_closed, build(), model).value()
-    assert len(found) == 11
+    assert len(found) == 15
     for name, (kind, said) in found.items():
         assert (kind, said) == ("Parked", "the session is closed; open a new one"), name
 
