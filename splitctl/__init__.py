@@ -48,12 +48,15 @@ if TYPE_CHECKING:
     from splitctl.outcome import Proof, Stage, SwitchOutcome, SwitchStatus, Via
     from splitctl.placement import FlashAttn, Placement, PlacementInvalid, SplitMode
     from splitctl.session import Fed, Session, TextStream, Usage
+    from splitctl.session.asynchronous import AsyncSession, AsyncTextStream
     from splitctl.session.storage import Restored
 
 __all__ = [
     "AdapterInvalid",
     "AnswerBroken",
     "AsyncClient",
+    "AsyncSession",
+    "AsyncTextStream",
     "BadModelFile",
     "Busy",
     "Cancelled",
@@ -100,6 +103,7 @@ __all__ = [
 # Everything not named here is an error.
 _HOMES = {
     "splitctl.session": ("Fed", "Session", "TextStream", "Usage"),
+    "splitctl.session.asynchronous": ("AsyncSession", "AsyncTextStream"),
     "splitctl.session.storage": ("Restored",),
     "splitctl.engine.sampler": ("LogitsProcessor",),
     "splitctl.model.chat_messages": ("ChatTemplateFailed",),

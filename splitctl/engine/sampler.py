@@ -138,7 +138,7 @@ class Sampler:
             found = processor(held, row)
             if found is not None:
                 row = np.asarray(found, np.float32)
-            if row.shape != logits.shape or bool(np.isnan(row).any()):
+            if row.shape != logits.shape or not bool((row < np.inf).all()):
                 wanted = f"float32[{logits.size}] of numbers, from a processor of logits"
                 raise ConfigInvalid("processors", f"{row.dtype}{list(row.shape)}", wanted)
         return row
@@ -147,16 +147,20 @@ class Sampler:
         """Return the grammar on a model, where it has accepted what it had on the last one; None: there is none.
 
         Raises:
-            ConfigInvalid: it cannot be read.
-            ValueError: the tokens do not follow it.
+            ConfigInvalid: it cannot be read, or the tokens drawn so far do not follow it.
         """
         if not self.constraints.grammar:
             return None
         if self._grammar is None or self._grammar.closed or self._grammar.model is not model:
             self._drop_grammar()
-            self._grammar = grammar_on(model, self.constraints.grammar)
-            for token in self.accepted[len(self.accepted) - self.n_ruled :]:
-                self._grammar.accept(token)
+            grammar = grammar_on(model, self.constraints.grammar)
+            try:
+                for token in self.accepted[len(self.accepted) - self.n_ruled :]:
+                    grammar.accept(token)
+            except ValueError as error:
+                wanted = f"one that the tokens drawn so far follow ({error})"
+                raise ConfigInvalid("grammar", self.constraints.grammar[:80], wanted) from error
+            self._grammar = grammar
         return self._grammar
 
     def _drop_grammar(self) -> None:

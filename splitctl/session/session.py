@@ -366,12 +366,32 @@ class Session(SessionCore):
         with self._working("generating"):
             return self._decoder.advance([self._slot(seq_id) for seq_id in arguments.sequences_of(seq_ids)])
 
-    def set_sampler(self, spec: SamplerSpec, seq_id: int = 0) -> None:
-        """Draw a sequence's next tokens by ``spec``; the same one again goes on where it is."""
+    def set_sampler(
+        self,
+        spec: SamplerSpec,
+        seq_id: int = 0,
+        *,
+        grammar: str = "",
+        processors: Sequence[LogitsProcessor] = (),
+    ) -> None:
+        """Draw a sequence's next tokens by ``spec``; the same one again goes on where it is.
+
+        Args:
+            spec: how to draw.
+            seq_id: the sequence.
+            grammar: as for :meth:`text`; it begins here, and anew after every prompt.
+            processors: as for :meth:`text`.
+
+        Raises:
+            ConfigInvalid: an argument is of another kind, or the grammar cannot be read.
+        """
+        constraints = arguments.constraints_of(grammar, processors)
         with self._working("setting a sampler"):
             slot, spec = self._slot(seq_id), arguments.sampler_of(spec)
-            if slot.sampler is None or slot.sampler.spec != spec:
-                self._decoder.put_sampler(slot, spec, 0)
+            if grammar:
+                grammar_on(self._live.model, grammar).close()
+            if slot.sampler is None or (slot.sampler.spec, slot.sampler.constraints) != (spec, constraints):
+                self._decoder.put_sampler(slot, spec, 0, constraints)
 
     def copy_sequence(self, source: int, target: int) -> None:
         """Let an empty sequence start as a copy of another; it is whole at once, with nothing left for a later decode.

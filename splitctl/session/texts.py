@@ -113,6 +113,11 @@ class TextStream:
         return self._is_over
 
     @property
+    def has_begun(self) -> bool:
+        """Whether its sequence has been made ready for the prompt."""
+        return self._n_kept is not None
+
+    @property
     def n_kept(self) -> int:
         """How many tokens of the prompt the sequence held already, 0 before it has begun."""
         return self._n_kept or 0
