@@ -25,6 +25,7 @@ from llama_native.errors import (
     UnknownDevice,
     UnsupportedAbi,
 )
+from llama_native.foreign import ForeignContext, library_file
 from llama_native.library import Library
 from llama_native.logs import LogTail
 from llama_native.model import Adapter, Model
@@ -53,6 +54,7 @@ __all__ = [
     "Device",
     "DeviceKind",
     "FlashAttn",
+    "ForeignContext",
     "ForkedProcess",
     "Grammar",
     "HandleClosed",
@@ -79,6 +81,7 @@ __all__ = [
     "capabilities",
     "discover",
     "greet_rpc_server",
+    "library_file",
     "link_gb_s",
     "load_user_model",
     "pin",

@@ -58,6 +58,7 @@ def fill_model_params(library: Library, ffi: Any, lib: Any, params: ModelParams)
     c_params.main_gpu = params.main_gpu
     c_params.n_gpu_layers = params.n_gpu_layers if params.n_gpu_layers >= 0 else _all_layers(c_params)
     c_params.check_tensors = params.check_tensors
+    c_params.vocab_only = params.vocab_only
     fields = library.profile.model_fields
     if params.load_mode is not LoadMode.AUTO:
         if "load_mode" in fields:

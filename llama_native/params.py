@@ -60,6 +60,7 @@ class ModelParams:
     load_mode: LoadMode = LoadMode.AUTO
     check_tensors: bool = False
     no_alloc: bool = False
+    vocab_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,7 @@ HEIGHT: Mapping[str, int] = {
     "client": 10,
     "control": 9,
     "worker": 9,
+    "compat": 9,
     "session": 8,
     "switching": 7,
     "ipc": 6,
@@ -89,7 +90,7 @@ HEIGHT: Mapping[str, int] = {
     "last_words": 0,
 }
 #: Which folders may use which leaf. One module of the house uses both.
-USES_LIBRARY = frozenset({"worker", "session", "switching", "probing", "engine", "model"})
+USES_LIBRARY = frozenset({"compat", "worker", "session", "switching", "probing", "engine", "model"})
 USES_CODEC = frozenset({"cli", "switching", "carry", "model"})
 #: The folder that runs in a process of its own, which holds the library; nobody else imports it.
 WORKER = "worker"
@@ -99,7 +100,9 @@ SPEAKS = ("splitctl.cli*", "splitctl.__main__", "splitctl.worker.main")
 OPENS = ("llama_native.library", "llama_native.pinning")
 #: Read the environment too: where an embedder's session opens, or a program looks for a hosted one, there is no command
 #: line that could pass it on.
-READS_ENVIRONMENT = frozenset({"splitctl.session.opening", "splitctl.client.target"})
+READS_ENVIRONMENT = frozenset(
+    {"splitctl.session.opening", "splitctl.client.target", "splitctl.compat.llama_cpp.files"}
+)
 
 #: A module says one thing, in about 400 lines; a cohesive one may take more.
 MAX_LINES = 600
