@@ -6,6 +6,7 @@ from splitctl.client.aio import AsyncClient, AsyncGeneration, AsyncSwitch, Async
 from splitctl.client.blocking import Client, Generation, Switch, Work, connect
 from splitctl.client.errors import (
     AnswerBroken,
+    ClientClosed,
     HostBusy,
     HostIncompatible,
     HostParked,
@@ -46,6 +47,7 @@ __all__ = [
     "AsyncWork",
     "Begun",
     "Client",
+    "ClientClosed",
     "Delta",
     "Generation",
     "HostBusy",

@@ -62,24 +62,17 @@ class AsyncWork(Generic[E, R]):
         self._target = target
         self._request = request
         self._what = what
-        self._wait_s = asks.seconds("wait_s", wait_s)
-        self._until: float | None = None
+        self._patience = target.patience(request, what, wait_s)
         self._transcript = Transcript(target.name, reader)
         self._lock = asyncio.Lock()
         self._call: AnyCall | None = None
 
-    def __aiter__(self) -> AsyncIterator[E]:
+    def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> E:
         """Wait for the next event. Raises as `Work.__next__`."""
-        async with self._lock:
-            while not self._transcript.events:
-                if self._transcript.is_over:
-                    self._transcript.tell()
-                    raise StopAsyncIteration
-                await self._pump()
-            return self._transcript.events.popleft()
+        return await self._next()
 
     async def result(self) -> R:
         """Wait for the end and give the result; events that nobody took are dropped."""
@@ -97,12 +90,14 @@ class AsyncWork(Generic[E, R]):
 
     def close(self) -> None:
         """Hang up: a generation is cancelled at the host; a switch, a save or a restore goes on there."""
-        if self._call is not None:
-            self._call.hang_up()
-            if not self._lock.locked() or self._transcript.is_over:
-                self._call.close()
+        if not self._lock.locked():
+            self._end()
+            return
+        # Another task waits in it: that finds the end, and lets go of the connection.
         if not self._transcript.is_over:
             self._transcript.fail(Cancelled(self._what))
+        if self._call is not None:
+            self._call.hang_up()
 
     async def __aenter__(self) -> Self:
         return self
@@ -114,27 +109,21 @@ class AsyncWork(Generic[E, R]):
         if getattr(self, "_call", None) is not None:
             self._call.close()  # type: ignore[union-attr]
 
+    async def _next(self) -> E:
+        async with self._lock:
+            while not self._transcript.events:
+                if self._transcript.is_over:
+                    self._transcript.tell()
+                    raise StopAsyncIteration
+                await self._pump()
+            return self._transcript.events.popleft()
+
     async def _pump(self) -> None:
         """Wait for something to come, and read it."""
         try:
-            if self._call is None:
-                await self._open()
-            call = self._call
-            left = None if self._until is None else self._until - time.monotonic()
-            if left is not None and left <= 0:
-                raise DeadlineExceeded(self._what, self._wait_s or 0.0)  # noqa: TRY301
-            silence_s = self._target.silence_s
-            if call is None:
-                return
-            if await _readable(call.fileno(), silence_s if left is None else min(silence_s, left)):
-                if self._transcript.is_over:
-                    call.close()
-                    return
-                messages = call.read()
-                self._target.met(call)
-                self._transcript.take(messages)
-            elif left is None or left > silence_s:
-                await _prove_alive(self._target)
+            call = self._call = self._call or await _opened(self._target, self._request)
+            if not self._transcript.is_over:
+                await self._read(call)
         except DeadlineExceeded:
             self._end()
             raise
@@ -147,16 +136,22 @@ class AsyncWork(Generic[E, R]):
         if self._transcript.is_over:
             self._end()
 
+    async def _read(self, call: AnyCall) -> None:
+        if await _readable(call.fileno(), self._patience.turn_s()):
+            # It may have been closed meanwhile.
+            if not self._transcript.is_over:
+                messages = call.read()
+                self._target.met(call)
+                self._transcript.take(messages)
+        elif self._patience.wants_proof:
+            await _prove_alive(self._target)
+
     def _end(self) -> None:
+        """Let go of the connection; nothing more is read."""
         if not self._transcript.is_over:
             self._transcript.fail(Cancelled(self._what))
         if self._call is not None:
             self._call.close()
-
-    async def _open(self) -> None:
-        if self._wait_s is not None:
-            self._until = time.monotonic() + self._wait_s
-        self._call = await _opened(self._target, self._request)
 
 
 class AsyncGeneration(AsyncWork[AnswerEvent, Answer]):
@@ -167,18 +162,17 @@ class AsyncGeneration(AsyncWork[AnswerEvent, Answer]):
         """What it took; None before its end, and of one that broke off."""
         return self._transcript.result.usage if self._transcript.has_result else None
 
-    def __aiter__(self) -> AsyncIterator[Delta]:
-        """Give the deltas: every token, and text that was held back."""
-        return self._deltas()
+    async def __anext__(self) -> Delta:
+        """Wait for the next delta: a token, or text that was held back."""
+        while not isinstance(event := await self._next(), Delta):
+            continue
+        return event
 
-    def events(self) -> AsyncIterator[AnswerEvent]:
+    async def events(self) -> AsyncIterator[AnswerEvent]:
         """Give pauses as well, and when the prompt is being read."""
-        return super().__aiter__()
-
-    async def _deltas(self) -> AsyncIterator[Delta]:
-        async for event in self.events():
-            if isinstance(event, Delta):
-                yield event
+        with suppress(StopAsyncIteration):
+            while True:
+                yield await self._next()
 
 
 class AsyncSwitch(AsyncWork["SwitchStage | SwitchOutcome", SwitchOutcome]):
@@ -189,7 +183,7 @@ class AsyncSwitch(AsyncWork["SwitchStage | SwitchOutcome", SwitchOutcome]):
     async def __anext__(self) -> SwitchStage | SwitchOutcome:
         """Wait for the next stage, or the outcome."""
         try:
-            return await super().__anext__()
+            return await self._next()
         except StopAsyncIteration:
             if self._has_ended or not self._transcript.has_result:
                 raise
@@ -332,7 +326,8 @@ class AsyncClient:
         return self._begun(AsyncWork(self._target, EventsRequest(), EventsReader(), "the events", wait_s))
 
     def close(self) -> None:
-        """End what is under way; the session goes on."""
+        """End what is under way, and ask no more; the session goes on."""
+        self._target.is_closed = True
         for work in list(self._under_way):
             work.close()
 
@@ -404,7 +399,7 @@ def _hang_up(opening: asyncio.Future[AnyCall]) -> None:
         opening.result().close()
 
 
-async def _readable(fd: int, timeout_s: float) -> bool:
+async def _readable(fd: int, timeout_s: float | None) -> bool:
     """Wait until a descriptor has something to read; false when the time is over."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()

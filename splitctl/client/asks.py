@@ -1,4 +1,4 @@
-"""Requests as a program writes them: words for enums, texts or tokens for prompts, names for fields. Pure."""
+"""Requests as a program writes them: words for enums, texts or tokens for prompts, names for fields."""
 
 from __future__ import annotations
 

@@ -65,14 +65,13 @@ class Work(Generic[E, R]):
         """Ask; `what` is asked for, as a noun, and waited for `wait_s` seconds at most. Raises as `Client.generate`."""
         self._target = target
         self._what = what
-        self._wait_s = asks.seconds("wait_s", wait_s)
-        self._until = None if self._wait_s is None else time.monotonic() + self._wait_s
+        self._patience = target.patience(request, what, wait_s)
         self._transcript = Transcript(target.name, reader)
         self._lock = threading.RLock()
-        self._is_closed = False
+        self._is_left = self._is_closed = False
         self._call: AnyCall = _opened(target, request)
 
-    def __iter__(self) -> Iterator[E]:
+    def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> E:
@@ -83,13 +82,7 @@ class Work(Generic[E, R]):
             AnswerBroken, HostGone, RequestFailed: it did not end well.
             DeadlineExceeded: it took longer than ``wait_s``.
         """
-        with self._lock:
-            while not self._transcript.events:
-                if self._transcript.is_over:
-                    self._transcript.tell()
-                    raise StopIteration
-                self._pump()
-            return self._transcript.events.popleft()
+        return self._next()
 
     def result(self) -> R:
         """Wait for the end and give the result; events that nobody took are dropped. Raises as iterating does."""
@@ -106,6 +99,8 @@ class Work(Generic[E, R]):
 
     def close(self) -> None:
         """Hang up: a generation is cancelled at the host; a switch, a save or a restore goes on there."""
+        # A thread that waits in it finds the end, and lets go of it.
+        self._is_left = True
         self._call.hang_up()
         with self._lock:
             if self._is_closed:
@@ -125,24 +120,29 @@ class Work(Generic[E, R]):
         if hasattr(self, "_call"):
             self._call.close()
 
+    def _next(self) -> E:
+        with self._lock:
+            while not self._transcript.events:
+                if self._transcript.is_over:
+                    self._transcript.tell()
+                    raise StopIteration
+                self._pump()
+            return self._transcript.events.popleft()
+
     def _pump(self) -> None:
         """Wait for something to come, and read it."""
-        left = None if self._until is None else self._until - time.monotonic()
         try:
-            if left is not None and left <= 0:
-                raise DeadlineExceeded(self._what, self._wait_s or 0.0)  # noqa: TRY301
-            silence_s = self._target.silence_s
-            if wait([self._call.fileno()], silence_s if left is None else min(silence_s, left)):
+            if wait([self._call.fileno()], self._patience.turn_s()):
                 messages = self._call.read()
                 self._target.met(self._call)
                 self._transcript.take(messages)
-            elif left is None or left > silence_s:
+            elif self._patience.wants_proof:
                 _prove_alive(self._target)
         except DeadlineExceeded:
             self.close()
             raise
         except SplitctlError as error:
-            self._transcript.fail(error)
+            self._transcript.fail(Cancelled(self._what) if self._is_left else error)
         except BaseException:
             # Ctrl-C is one: nobody reads on, so the host need not go on.
             self.close()
@@ -163,13 +163,17 @@ class Generation(Work[AnswerEvent, Answer]):
         """What it took; None before its end, and of one that broke off."""
         return self._transcript.result.usage if self._transcript.has_result else None
 
-    def __iter__(self) -> Iterator[Delta]:
-        """Give the deltas: every token, and text that was held back."""
-        return (event for event in self.events() if isinstance(event, Delta))
+    def __next__(self) -> Delta:
+        """Wait for the next delta: a token, or text that was held back."""
+        while not isinstance(event := self._next(), Delta):
+            continue
+        return event
 
     def events(self) -> Iterator[AnswerEvent]:
         """Give pauses as well, and when the prompt is being read."""
-        return super().__iter__()
+        with suppress(StopIteration):
+            while True:
+                yield self._next()
 
 
 class Switch(Work["SwitchStage | SwitchOutcome", SwitchOutcome]):
@@ -180,7 +184,7 @@ class Switch(Work["SwitchStage | SwitchOutcome", SwitchOutcome]):
     def __next__(self) -> SwitchStage | SwitchOutcome:
         """Wait for the next stage, or the outcome."""
         try:
-            return super().__next__()
+            return self._next()
         except StopIteration:
             if self._has_ended or not self._transcript.has_result:
                 raise
@@ -221,6 +225,7 @@ class Client:
             name, url, api_key, timeout_s=timeout_s, reconnect_s=reconnect_s, on_restart=on_restart
         )
         self._under_way: WeakSet[Work[Any, Any]] = WeakSet()
+        self._lock = threading.Lock()
 
     @property
     def name(self) -> str:
@@ -402,8 +407,11 @@ class Client:
         return self._begun(Work(self._target, EventsRequest(), EventsReader(), "the events", wait_s))
 
     def close(self) -> None:
-        """End what is under way; the session goes on."""
-        for work in list(self._under_way):
+        """End what is under way, and ask no more; the session goes on."""
+        self._target.is_closed = True
+        with self._lock:
+            left = list(self._under_way)
+        for work in left:
             work.close()
 
     def __enter__(self) -> Self:
@@ -416,7 +424,11 @@ class Client:
         return self._begun(Work[None, R](self._target, request, Plain(read), what, wait_s)).result()
 
     def _begun(self, work: W) -> W:
-        self._under_way.add(work)
+        with self._lock:
+            self._under_way.add(work)
+        if self._target.is_closed:
+            # It came between.
+            work.close()
         return work
 
 

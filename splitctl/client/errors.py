@@ -71,6 +71,20 @@ class HostIncompatible(SplitctlError):
 
 
 @dataclass(eq=False, repr=False)
+class ClientClosed(SplitctlError):
+    """A client was closed, and asks no more.
+
+    Attributes:
+        name: the session, or the URL.
+    """
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"the client of session {self.name} is closed; connect again"
+
+
+@dataclass(eq=False, repr=False)
 class ServerUnreachable(SplitctlError):
     """Nobody answers at a URL.
 

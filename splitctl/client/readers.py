@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from splitctl.client.errors import AnswerBroken, HostIncompatible, typed
 from splitctl.client.values import (
@@ -24,7 +24,7 @@ from splitctl.client.values import (
 )
 from splitctl.control.client import ControlAnswer, ControlEvent, HostGone
 from splitctl.errors import SplitctlError
-from splitctl.ipc.jobs import RequestFailed
+from splitctl.ipc.jobs import Fault, RequestFailed
 from splitctl.outcome import SwitchOutcome
 
 E_co = TypeVar("E_co", covariant=True)
@@ -101,12 +101,17 @@ class AnswerReader:
         return None
 
     def result(self, body: dict[str, Any]) -> Answer:
-        """Read how a stream ended; raises AnswerBroken if not well."""
+        """Read how a stream ended; raises RequestFailed for an unusable prompt, AnswerBroken if it broke off."""
         why, n_generated = str(body["why"]), int(body["n_predicted"])
         if why == "error" or (why == "context" and not n_generated):
-            said = body.get("message") or f"the context has no room for its prompt of {body['n_prompt']} tokens"
-            raise self._broken(str(said))
-        usage = Usage(body["n_prompt"], body["n_reused"], n_generated, body["prompt_ms"], body["generate_ms"])
+            said = str(body.get("message") or f"the context has no room for its prompt of {body['n_prompt']} tokens")
+            fault = Fault.CONFIG if why == "context" else body.get("fault")
+            if self.tokens or fault is None:
+                raise self._broken(said)
+            raise typed(RequestFailed(Fault(fault), "PromptUnusable", said), self._name)
+        finish: Literal["stop", "length"] = "length" if why in {"length", "context"} else "stop"
+        n_prompt, n_reused = body["n_prompt"], body["n_reused"]
+        usage = Usage(n_prompt, n_reused, n_generated, finish, body["prompt_ms"], body["generate_ms"])
         return Answer(self.text, tuple(self.tokens), why, usage, body)
 
     def broken(self, error: SplitctlError) -> SplitctlError:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from splitctl.client.asks import limit
-from splitctl.client.errors import ServerUnreachable
+from splitctl.client.asks import limit, seconds
+from splitctl.client.errors import ClientClosed, ServerUnreachable
 from splitctl.client.values import Restarted
 from splitctl.client.web import WebAddress, WebCall, web_address
 from splitctl.control.client import Call, ControlAnswer, ControlEvent
-from splitctl.control.requests import ControlRequest
+from splitctl.control.requests import ControlRequest, StatusRequest
 from splitctl.control.sockets import NoSuchSession, checked_name, find, runtime_folder
-from splitctl.errors import ConfigInvalid
+from splitctl.errors import ConfigInvalid, DeadlineExceeded
 
 #: What is raised while nobody serves.
 NOBODY = (NoSuchSession, ServerUnreachable)
@@ -47,6 +48,34 @@ class AnyCall(Protocol):
         """Hang up and let go of it."""
 
 
+class Patience:
+    """How long one request is waited for."""
+
+    def __init__(self, what: str, wait_s: float | None, silence_s: float | None) -> None:
+        """Wait for `what`, a noun, up to `wait_s` seconds in all, None: any time.
+
+        A host that is silent for `silence_s` seconds is to be asked whether it lives; None: that is what is asked.
+        """
+        self._what = what
+        self._wait_s = seconds("wait_s", wait_s)
+        self._silence_s = silence_s
+        self._until = None if self._wait_s is None else time.monotonic() + self._wait_s
+
+    def turn_s(self) -> float | None:
+        """Give the longest wait for something to come now, seconds; raises DeadlineExceeded where none is left."""
+        if self._until is None:
+            return self._silence_s
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded(self._what, self._wait_s or 0.0)
+        return left if self._silence_s is None else min(left, self._silence_s)
+
+    @property
+    def wants_proof(self) -> bool:
+        """Whether a turn in which nothing came was silence, and not the end of all patience."""
+        return self._silence_s is not None and (self._until is None or time.monotonic() < self._until)
+
+
 class Target:
     """A session that a client speaks with.
 
@@ -55,6 +84,7 @@ class Target:
         timeout_s: longest wait for a host to take a request, and for answers that need no work, seconds.
         silence_s: a host that says nothing for so long is asked whether it lives, seconds.
         n_restarts: how often another process was found than before.
+        is_closed: nothing more is asked.
 
     Thread: any.
     """
@@ -76,6 +106,7 @@ class Target:
         self.reconnect_s = reconnect_s
         self.silence_s = _SILENCE_S
         self.n_restarts = 0
+        self.is_closed = False
         self._session = name
         self._address = address
         self._on_restart = on_restart
@@ -103,7 +134,10 @@ class Target:
         Raises:
             NoSuchSession, ServerUnreachable: nobody serves.
             HostGone: it hangs.
+            ClientClosed: nothing more is asked.
         """
+        if self.is_closed:
+            raise ClientClosed(self.name)
         if self._address is not None:
             return WebCall(self._address, request, connect_s=self.timeout_s)
         # It is looked for each time: another process may serve the name by now.
@@ -112,6 +146,10 @@ class Target:
         self._session = found.name
         self._met((made.host_pid, _made_at(found.path)))
         return made
+
+    def patience(self, request: ControlRequest, what: str, wait_s: float | None) -> Patience:
+        """Say how long a request for `what`, a noun, is waited for, `wait_s` seconds at most; raises ConfigInvalid."""
+        return Patience(what, wait_s, None if isinstance(request, StatusRequest) else self.silence_s)
 
     def met(self, call: AnyCall) -> None:
         """Note who answers, when something has come."""

@@ -1,11 +1,11 @@
-"""What a client gets of a hosted session: frozen values, each with the plain object that came in `raw`. Pure."""
+"""What a client gets of a hosted session: frozen values, each with the plain object that came in `raw`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from splitctl.errors import Reason
 from splitctl.outcome import SwitchOutcome
@@ -173,7 +173,8 @@ class Usage:
     Attributes:
         n_prompt: tokens of the prompt.
         n_reused: those of them that a sequence held already.
-        n_generated: tokens of the answer, without one that ended it.
+        n_generated: tokens of the answer; one that ended it is not counted.
+        finish_reason: why it ended, in OpenAI's words: stop or length (also of a full context).
         prompt_ms: time until the first token was drawn, ms.
         generate_ms: time of the steps that drew the others, ms.
     """
@@ -181,6 +182,7 @@ class Usage:
     n_prompt: int
     n_reused: int
     n_generated: int
+    finish_reason: Literal["stop", "length"]
     prompt_ms: float
     generate_ms: float
 
@@ -202,11 +204,6 @@ class Answer:
     why: str
     usage: Usage
     raw: Raw = field(repr=False)
-
-    @property
-    def finish_reason(self) -> str:
-        """The same in OpenAI's words: stop or length."""
-        return "length" if self.why in {"length", "context"} else "stop"
 
 
 @dataclass(frozen=True, slots=True)

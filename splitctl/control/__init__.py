@@ -1,3 +1,3 @@
-"""The control socket of a hosted session: its server, its requests, and the client that the commands use."""
+"""The control socket of a hosted session: its server, its requests, and one request to it."""
 
 from __future__ import annotations

@@ -169,8 +169,10 @@ class Served:
 
 
 @contextmanager
-def served(limits: ControlLimits | None = None, name: str = "fake") -> Iterator[Served]:
-    """Serve a fake host in a thread, until the block ends."""
+def served(
+    limits: ControlLimits | None = None, name: str = "fake", runtime: Path | None = None
+) -> Iterator[Served]:
+    """Serve a fake host in a thread, until the block ends; in a runtime folder, or in one of its own."""
     ready = threading.Event()
     made: list[Served] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -183,7 +185,7 @@ def served(limits: ControlLimits | None = None, name: str = "fake") -> Iterator[
                 host.calls.append(("stop", {"force": force}))
                 return {"saved": None}
 
-            with claim(prepared(Path(folder) / "run" / "splitctl"), name) as held:
+            with claim(prepared((runtime or Path(folder) / "run") / "splitctl"), name) as held:
                 server = ControlServer(host, stop=stop, log=host.lines.append, limits=limits or ControlLimits())
                 await server.start(held.listen())
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from splitctl.carry.sampling import SamplerSpec
-from splitctl.control.client import Client, ControlAnswer, ControlEvent, ask, wait
+from splitctl.control.client import Call, ControlAnswer, ControlEvent, ask, wait
 from splitctl.control.requests import EventsRequest, GenerateRequest, StatusRequest, SwitchRequest
 from splitctl.placement import Changes, SplitMode
 from tests.ctl.houses import GUARD_S, Host, House, house, served, stub_arguments
@@ -44,7 +44,7 @@ def _lines(done: subprocess.CompletedProcess[bytes]) -> list[str]:
     return done.stderr.decode().splitlines()
 
 
-def _messages(client: Client) -> Iterator[ControlEvent | ControlAnswer]:
+def _messages(client: Call) -> Iterator[ControlEvent | ControlAnswer]:
     while True:
         assert wait([client], GUARD_S)
         for message in client.read():
@@ -107,7 +107,7 @@ def test_a_switch_from_another_process_under_an_attached_stream(home: House, hos
     arguments = ["-p", "the quick brown fox", "-n", "900", "--temp", "0"]
     still = home.json("run", *stub_arguments(tmp_path), *arguments)["tokens"]
     with home.start("attach", *arguments, "--json") as process:
-        with Client(host.address, EventsRequest()) as watch:
+        with Call(host.address, EventsRequest()) as watch:
             while "generating" not in [one["state"] for one in ask(host.address, StatusRequest())["sequences"]]:
                 assert process.poll() is None
             outcome = home.json("switch", "--to", "tensor")
@@ -276,8 +276,8 @@ def test_on_a_terminal_an_interrupt_asks(home: House, tmp_path: Path, answer: st
 
 def test_hanging_up_leaves_a_switch_running(home: House, host: Host) -> None:
     """A client that goes away in the middle of a switch does not end it."""
-    with Client(host.address, EventsRequest()) as watch:
-        with Client(host.address, SwitchRequest(Changes(mode=SplitMode.TENSOR))) as client:
+    with Call(host.address, EventsRequest()) as watch:
+        with Call(host.address, SwitchRequest(Changes(mode=SplitMode.TENSOR))) as client:
             next(_messages(client))
         for message in _messages(watch):
             if message.body.get("kind") == "switch_ended":
@@ -293,7 +293,7 @@ def test_a_signal_saves_and_resume_goes_on(home: House, tmp_path: Path) -> None:
     arguments = stub_arguments(tmp_path)
     with served(home, *arguments, STUB_FAULTS=_ENDLESS) as host:
         below = host.below()
-        with Client(host.address, GenerateRequest(prompt="hello", sampler=_GREEDY)) as client:
+        with Call(host.address, GenerateRequest(prompt="hello", sampler=_GREEDY)) as client:
             messages = _messages(client)
             tokens = []
             for message in messages:
@@ -461,7 +461,7 @@ def test_save_and_restore(home: House, host: Host, tmp_path: Path) -> None:
     again = home.json(*arguments)
     assert again["tokens"] == first["tokens"]
     assert again["n_reused"] > 0
-    with Client(host.address, GenerateRequest(prompt="x")) as client:
+    with Call(host.address, GenerateRequest(prompt="x")) as client:
         next(_messages(client))
         busy = home.run("restore", path)
         assert busy.returncode == 7, busy.stderr

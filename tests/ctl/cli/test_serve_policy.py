@@ -11,7 +11,7 @@ import pytest
 
 from splitctl.cli import profiled
 from splitctl.cli.policy_options import PolicyOptions, policy_config
-from splitctl.control.client import Client, wait
+from splitctl.control.client import Call, wait
 from splitctl.control.requests import EventsRequest
 from splitctl.ipc.profiles import Found, KeptProfile, ProfileKey, day_of
 from splitctl.outcome import WeightsTier
@@ -88,7 +88,7 @@ def test_a_session_goes_to_the_mode_that_is_faster(home: House, tmp_path: Path) 
         before: dict[str, Any] = home.json("ps")["sessions"][0]
         assert (before["effective"], before["policy"]["policy"]) == ("layer", "auto")
         assert before["policy"]["profile"] == f"rates of {rates}"
-        with Client(host.address, EventsRequest()) as watch:
+        with Call(host.address, EventsRequest()) as watch:
             text = home.json(*ask)["text"]
             while not any(message.body.get("kind") == "switch_ended" for message in watch.read()):
                 assert wait([watch], GUARD_S)
