@@ -115,7 +115,8 @@ class _Answer:
         """Do one decode of its work, or take back what was done; says whether it is over."""
         try:
             if self.is_cancelled:
-                self._take_back()
+                if self.stream is not None:
+                    self.stream.take_back()
                 self.end(Cancelled("the answer"))
                 return True
             if self.stream is None:
@@ -134,15 +135,6 @@ class _Answer:
         if self.is_over:
             self.worker.release(self.stream.seq_id)
         return self.is_over
-
-    def _take_back(self) -> None:
-        if self.stream is None or not self.stream.has_begun:
-            return
-        session, seq_id, n_kept = self.worker.session, self.stream.seq_id, self.stream.n_kept
-        if n_kept == 0:
-            session.remove_sequence(seq_id)
-        elif n_kept < len(session.tokens(seq_id)):
-            session.rewind(n_kept, seq_id)
 
     def end(self, error: BaseException) -> None:
         """End it with an error."""
@@ -239,7 +231,7 @@ class _Worker:
         stream = make(wanted or 0)
         free = [one for one in range(session.placement.n_seq_max) if one not in self._busy]
         if wanted is None:
-            stream.seq_id = max(free, key=lambda one: (common(session.tokens(one), stream.prompt), self._age(one)))
+            stream.seq_id = max(free, key=lambda one: self._fitness(one, stream.prompt))
         idle = [one for one in free if one != stream.seq_id and session.n_held(one)]
         while True:
             try:
@@ -253,6 +245,10 @@ class _Worker:
                 session.remove_sequence(oldest)
         self._busy.add(stream.seq_id)
         return stream
+
+    def _fitness(self, seq_id: int, prompt: Sequence[int]) -> tuple[int, bool, int]:
+        held = self.session.tokens(seq_id)
+        return common(held, prompt), not held, self._age(seq_id)
 
     def _age(self, seq_id: int) -> int:
         return -self._used_at.get(seq_id, 0)

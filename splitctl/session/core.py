@@ -10,7 +10,7 @@ from splitctl.errors import ConfigInvalid
 from splitctl.outcome import Proof, Stage
 from splitctl.placement import whole
 from splitctl.session import arguments
-from splitctl.session.decoder import Decoder
+from splitctl.session.decoder import Decoder, Held
 from splitctl.session.handing import Handing
 from splitctl.switching.effects import Effects
 from splitctl.switching.switcher import Switcher
@@ -238,6 +238,16 @@ class SessionCore:
         """Return how a sequence draws, with the seed in use, and the draws that it has made; None: not said yet."""
         sampler = self._slot(seq_id).sampler
         return None if sampler is None else (sampler.spec, sampler.n_draws)
+
+    def held(self, seq_id: int) -> Held:
+        """Note what a sequence holds, for :meth:`take_back`."""
+        with self._working("telling what it holds"):
+            return Held.of(self._slot(seq_id))
+
+    def take_back(self, seq_id: int, held: Held) -> None:
+        """Let a sequence be again what it was, as far as a prompt that came after has left it."""
+        with self._working("taking an answer back"):
+            self._decoder.take_back(self._slot(seq_id), held)
 
     def refuse_without_room(self, tokens: Sequence[int], seq_id: int) -> None:
         """Raise ContextFull where a sequence has no room to hold ``tokens`` in place of what it holds."""

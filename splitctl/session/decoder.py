@@ -14,6 +14,7 @@ Laws:
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -82,6 +83,24 @@ class _Mark:
         if sampler is not None:
             accepted = sampler.accepted[: self.n_accepted]
             slot.set_sampler(None if is_new else sampler.fresh(accepted, self.n_draws, self.n_ruled))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """What a sequence held, but for its memory; the arrays are borrowed, and nobody changes them."""
+
+    tokens: array[int]
+    n_past: int
+    logits: NDArray[np.float32]
+    output_ids: NDArray[np.int32]
+    sampler: tuple[SamplerSpec, Constraints, Sequence[int], int, int] | None
+
+    @classmethod
+    def of(cls, slot: Slot) -> Held:
+        """Note what a sequence holds."""
+        one = slot.sampler
+        sampler = None if one is None else (one.spec, one.constraints, tuple(one.accepted), one.n_draws, one.n_ruled)
+        return cls(slot.tokens[:], slot.n_past, slot.logits, slot.output_ids, sampler)
 
 
 class Decoder:
@@ -373,6 +392,32 @@ class Decoder:
             # Penalties look back at the tokens that are left; the random draws go on where they were.
             old = slot.sampler
             self.put_sampler(slot, old.spec, old.n_draws, old.constraints, max(old.n_ruled - n_cut, 0))
+
+    def take_back(self, slot: Slot, held: Held) -> None:
+        """Let a sequence be again what it was, as far as nothing of that has been cut since; then no logits are left.
+
+        Where the memory cannot be cut, the tokens are read again.
+        """
+        n_kept = common(held.tokens[: held.n_past], slot.tokens[: slot.n_past])
+        if n_kept == 0:
+            self.empty(slot)
+        else:
+            n_left = self.keep(slot, n_kept)
+            n_batch = self._live.engine.live_context.n_batch
+            for batch in batches(slot.seq_id, held.tokens[n_left:n_kept], n_left, n_batch, last_output=True):
+                self.decode_new(slot, batch, accept=False)
+        slot.set_sampler(None)
+        if n_kept == held.n_past:
+            slot.tokens = held.tokens[:]
+            slot.take_rows(held.logits, held.output_ids)
+        if held.sampler is not None:
+            spec, constraints, accepted, n_draws, n_ruled = held.sampler
+            fresh = Sampler(self._live.engine.library, spec, self._live.n_vocab, constraints)
+            if n_kept == held.n_past:
+                fresh.replay(accepted, n_draws, n_ruled)
+            else:
+                fresh.replay(slot.tokens, n_draws)
+            slot.set_sampler(fresh)
 
     def keep(self, slot: Slot, n_tokens: int) -> int:
         """Cut a sequence to its first ``n_tokens``, or to none where its memory cannot be cut there; returns how many.

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from splitctl.carry.sampling import SamplerSpec
     from splitctl.engine.sampler import Constraints
     from splitctl.session.core import SessionCore
+    from splitctl.session.decoder import Held
 
 _MS = 1e3
 
@@ -93,6 +94,7 @@ class TextStream:
         self._n = n
         self._sampler, self._n_draws, self._constraints = sampler, n_draws, constraints
         self._decoded = Text(stop)
+        self._before: Held | None = None
         self._n_kept: int | None = None
         self._rest: tuple[int, ...] = ()
         self._is_over = False
@@ -112,16 +114,6 @@ class TextStream:
         """Whether nothing more comes: it has ended, failed or been closed."""
         return self._is_over
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether its sequence has been made ready for the prompt."""
-        return self._n_kept is not None
-
-    @property
-    def n_kept(self) -> int:
-        """How many tokens of the prompt the sequence held already, 0 before it has begun."""
-        return self._n_kept or 0
-
     def read(self) -> str:
         """Give all the text that is left, at its end."""
         return "".join(self)
@@ -129,6 +121,15 @@ class TextStream:
     def close(self) -> None:
         """End it here; the sequence keeps what it holds."""
         self._is_over = True
+
+    def take_back(self) -> None:
+        """End it, and let its sequence hold again what it held before, as far as the prompt began with that.
+
+        With its logits and sampler, where the prompt began with all of it.
+        """
+        self._is_over = True
+        if self._before is not None:
+            self._session.take_back(self.seq_id, self._before)
 
     def step(self) -> str:
         """Do one decode of the answer's work: read a batch of the prompt, or draw a token.
@@ -162,6 +163,7 @@ class TextStream:
         session = self._session
         if self._n_kept is None:
             session.refuse_without_room(self.prompt, self.seq_id)
+            self._before = session.held(self.seq_id)
             filling = session.fill(self.seq_id, self.prompt)
             self._n_kept, self._rest = filling.n_kept, filling.rest
         if self._rest:
@@ -193,7 +195,7 @@ class TextStream:
     def _finish(self) -> None:
         self.usage = Usage(
             n_prompt=len(self.prompt),
-            n_reused=self.n_kept,
+            n_reused=self._n_kept or 0,
             n_generated=len(self.tokens),
             finish_reason="stop" if self._is_stopped else "length",
             prompt_ms=self._ms[False],

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import gguf
 import numpy as np
 
+from tools.places import default_folder
+
 _N_EMBD, _N_HEAD, _N_FF, _N_LAYER = 128, 2, 256, 2
 _N_HEAD_KV = 1
+
+
+def made(tokenizer: Path) -> Path:
+    """Write the model once, beside the other small ones; see :func:`make`."""
+    path = default_folder() / "one-kv-head.gguf"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        begun = path.with_suffix(f".{os.getpid()}")
+        make(begun, tokenizer)
+        begun.replace(path)
+    return path
 
 
 def make(path: Path, tokenizer: Path) -> None:

@@ -20,6 +20,7 @@ from splitctl import FlashAttn, Placement, SamplerSpec, Session, SplitMode
 from splitctl.ipc.probes import Prober
 from splitctl.model.facts import read_facts
 from splitctl.probing import VerdictCache
+from tests.ctl import one_kv_head
 from tools.make_dummies import make_many
 from tools.places import default_folder
 
@@ -95,6 +96,12 @@ def small_model() -> Path:
     ((_, path, why),) = make_many(default_folder(), ["llama"])
     assert path is not None, why
     return path
+
+
+@pytest.fixture(scope="session")
+def words_model(smollm2: Path) -> Path:
+    """A llama with small random weights and the real model's tokenizer and chat template."""
+    return one_kv_head.made(smollm2)
 
 
 @pytest.fixture

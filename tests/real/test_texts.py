@@ -1,4 +1,4 @@
-"""Texts, chats, embeddings and states of a session on a real build: one session of a real model for all of them."""
+"""Texts, chats, embeddings and states of a session on a real build: one session for all of them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,14 @@ DATES = 'root ::= "On " day ", " day " and 🌊é "\nday ::= "Mon" | "Tues" | "W
 
 
 @pytest.fixture(scope="module")
-def session(library: Library, smollm2: Path) -> Iterator[Session]:
-    """Two sequences of the real model; every test goes on with it."""
+def session(library: Library, words_model: Path) -> Iterator[Session]:
+    """Two sequences; every test goes on with it."""
     with Session.open(
-        smollm2, base(n_ctx=256, n_batch=16, n_ubatch=16, n_seq_max=2), library=library, prober=None, embeddings=True
+        words_model,
+        base(n_ctx=256, n_batch=16, n_ubatch=16, n_seq_max=2),
+        library=library,
+        prober=None,
+        embeddings=True,
     ) as opened:
         yield opened
 
@@ -38,7 +42,7 @@ def drawn(stream: TextStream, n: int) -> list[int]:
 
 
 def test_a_text_goes_on_under_its_grammar_after_a_switch_as_in_a_fresh_context(
-    session: Session, library: Library, smollm2: Path, other_mode: SplitMode
+    session: Session, library: Library, words_model: Path, other_mode: SplitMode
 ) -> None:
     """Given the same state: the grammar and the draws are where they were in the session, and from its bytes."""
     stream = session.text("When is it? ", n=40, sampler=SEEDED, grammar=DATES)
@@ -52,7 +56,7 @@ def test_a_text_goes_on_under_its_grammar_after_a_switch_as_in_a_fresh_context(
     assert text.endswith(" and 🌊é ")
     assert stream.usage is not None
     assert (stream.usage.finish_reason, stream.usage.n_generated) == ("stop", len(stream.tokens))
-    with Session.open(smollm2, session.placement, library=library, prober=None) as fresh:
+    with Session.open(words_model, session.placement, library=library, prober=None) as fresh:
         assert not fresh.load_state_bytes(state).recomputed
         again = [token.id for token in fresh.generate(n=40)]
         # One more ends the generation.

@@ -1,0 +1,188 @@
+"""A session for asyncio on a real build: answers in turn, switches between their steps, cancels that leave nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_native import Library
+from splitctl import AsyncSession, AsyncTextStream, Busy, ConfigInvalid, Parked, SamplerSpec, SplitMode
+from splitctl.session import asynchronous
+from tests.real.conftest import base
+
+GREEDY = SamplerSpec(temp=0.0)
+PROMPTS = [f"Task {number} begins with a few words of its own" for number in range(8)]
+N = 24
+
+Play = Callable[[Callable[[AsyncSession], Coroutine[Any, Any, None]]], None]
+
+
+@pytest.fixture
+def callers(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The threads that have called the library."""
+    found: set[int] = set()
+    calling = Library.calling
+
+    @contextmanager
+    def noted(self: Library) -> Iterator[tuple[Any, Any]]:
+        found.add(threading.get_ident())
+        with calling(self) as called:
+            yield called
+
+    monkeypatch.setattr(Library, "calling", noted)
+    return found
+
+
+@pytest.fixture
+def play(library: Library, words_model: Path) -> Play:
+    """Play a scene with a session of four sequences, which is closed after it."""
+
+    def played(scene: Callable[[AsyncSession], Coroutine[Any, Any, None]]) -> None:
+        async def whole() -> None:
+            placement = base(n_ctx=1024, n_batch=8, n_ubatch=8, n_seq_max=4, kv_unified=True, flash="on")
+            async with await AsyncSession.open(words_model, placement, library=library, prober=None) as session:
+                await scene(session)
+
+        asyncio.run(whole())
+
+    return played
+
+
+async def pieces_of(stream: AsyncTextStream, n: int) -> None:
+    """Read so many pieces."""
+    for _ in range(n):
+        await anext(stream)
+
+
+def test_eight_tasks_go_on_through_two_switches_and_three_cancels(
+    play: Play, callers: set[int], other_mode: SplitMode
+) -> None:
+    """Each text is that of its prompt alone; what was cancelled is gone, and the loop never calls the library."""
+
+    async def scene(session: AsyncSession) -> None:
+        wanted = [
+            await session.run(lambda one, p=prompt: one.text(p, n=N, sampler=GREEDY).read()) for prompt in PROMPTS
+        ]
+        held = await session.tokenize("What sequence 3 holds")
+        await session.feed(held, 3)
+        callers.clear()
+        reached, switched = asyncio.Event(), asyncio.Event()
+
+        async def task(prompt: str) -> str:
+            async with session.text(prompt, n=N, sampler=GREEDY) as stream:
+                await pieces_of(stream, 3)
+                reached.set()
+                return stream.text + await stream.read()
+
+        async def cancelled(seq_id: int | None) -> None:
+            stream = session.text([*held, *held], n=400, sampler=GREEDY, seq_id=seq_id)
+            async with stream:
+                await pieces_of(stream, 2)
+                await switched.wait()
+                await stream.read()
+
+        async def switches() -> None:
+            await reached.wait()
+            outcome = await session.switch(other_mode.value)
+            assert (outcome.status.value, session.placement.mode) == ("switched", other_mode)
+            switched.set()
+            assert (await session.switch(mode="layer")).status.value == "switched"
+
+        lost = [asyncio.ensure_future(cancelled(seq_id)) for seq_id in (3, None, None)]
+        whole = [asyncio.ensure_future(task(prompt)) for prompt in PROMPTS]
+        both = asyncio.ensure_future(switches())
+        await switched.wait()
+        for one in lost:
+            one.cancel()
+        assert await asyncio.gather(*whole) == wanted
+        assert [type(one) for one in await asyncio.gather(*lost, return_exceptions=True)] == [
+            asyncio.CancelledError
+        ] * 3
+        await both
+        assert callers
+        assert threading.get_ident() not in callers
+
+    play(scene)
+
+
+def test_a_cancelled_answer_takes_back_what_it_added(play: Play) -> None:
+    """Its sequence holds what the prompt had in common with it, as the state of a session that never answered."""
+
+    async def scene(session: AsyncSession) -> None:
+        held = await session.tokenize("What the sequence holds before")
+        await session.feed(held, 1)
+        before = await session.state_bytes(bare=True)
+        more = [*held, *await session.tokenize("and a question")]
+        for end in ("cancel", "close", "drop"):
+            stream: AsyncTextStream | None = session.text(more, n=300, sampler=GREEDY, seq_id=1)
+            assert stream is not None
+            await pieces_of(stream, 2)
+            if end == "close":
+                await stream.aclose()
+            elif end == "drop":
+                stream = None
+                gc.collect()
+            else:
+                reading = asyncio.ensure_future(stream.read())
+                await asyncio.sleep(0)
+                reading.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await reading
+            # It waits for the sequence.
+            assert (await session.text(held, n=0, seq_id=1).read()) == ""
+            assert await session.run(lambda one: one.tokens(1)) == held
+            assert await session.state_bytes(bare=True) == before
+
+    play(scene)
+
+
+def test_an_answer_that_nobody_reads_waits_and_holds_up_nobody(play: Play) -> None:
+    """It stops after a few pieces; its rest is what it would have been."""
+
+    async def scene(session: AsyncSession) -> None:
+        slow = session.text(PROMPTS[0], n=40, sampler=GREEDY)
+        await anext(slow)
+        others = [session.text(prompt, n=40, sampler=GREEDY) for prompt in PROMPTS[1:7]]
+        texts = await asyncio.gather(*[one.read() for one in others])
+        assert all(texts)
+        assert [one.usage and one.usage.n_generated for one in others] == [40] * 6
+        assert slow.usage is None
+        assert len(slow.tokens) < 40
+        assert len(slow._answer.pieces) == asynchronous.MOST_UNREAD
+        with pytest.raises(Busy, match="1 answers"):
+            await session.load_state_bytes(await session.state_bytes())
+        rest = await slow.read()
+        assert slow.text.endswith(rest)
+        again = await session.text(PROMPTS[0], n=40, sampler=GREEDY).read()
+        assert slow.text == again
+
+    play(scene)
+
+
+def test_the_end_of_a_session_ends_its_answers(play: Play) -> None:
+    """Who reads one gets Parked, as does who asks for more; errors of arguments come with the first piece."""
+
+    async def scene(session: AsyncSession) -> None:
+        with pytest.raises(ConfigInvalid, match="a whole number"):
+            await session.text("x", n="many").read()  # type: ignore[arg-type]
+        with pytest.raises(ConfigInvalid, match="0 to 3"):
+            await session.text("x", seq_id=9).read()
+        reading = session.text(PROMPTS[0], n=900, sampler=GREEDY)
+        await anext(reading)
+        closing: AbstractContextManager[Any] = pytest.raises(Parked, match="the session is closed")
+        await session.close()
+        with closing:
+            await reading.read()
+        with closing:
+            await session.chat([{"role": "user", "content": "Hello"}]).read()
+        with closing:
+            await session.tokenize("x")
+
+    play(scene)
