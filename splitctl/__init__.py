@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from llama_native import Library, NativeError
     from splitctl.carry.sampling import SamplerSpec, Token
     from splitctl.client import (
         AnswerBroken,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         BadModelFile,
         Busy,
         Cancelled,
+        CannotConvert,
         CarryDamaged,
         CarryMismatch,
         CarryNotWritten,
@@ -42,14 +44,16 @@ if TYPE_CHECKING:
         Reason,
         Refused,
         SplitctlError,
+        StateUnsound,
         WorkerLost,
     )
     from splitctl.model.chat_messages import ChatTemplateFailed
-    from splitctl.outcome import Proof, Stage, SwitchOutcome, SwitchStatus, Via
+    from splitctl.outcome import Proof, Stage, SwitchOptions, SwitchOutcome, SwitchStatus, Via, WeightsTier
     from splitctl.placement import FlashAttn, Placement, PlacementInvalid, SplitMode
     from splitctl.session import Fed, Session, TextStream, Usage
     from splitctl.session.asynchronous import AsyncSession, AsyncTextStream
     from splitctl.session.storage import Restored
+    from splitctl.switching.checking import Checked
 
 __all__ = [
     "AdapterInvalid",
@@ -60,10 +64,12 @@ __all__ = [
     "BadModelFile",
     "Busy",
     "Cancelled",
+    "CannotConvert",
     "CarryDamaged",
     "CarryMismatch",
     "CarryNotWritten",
     "ChatTemplateFailed",
+    "Checked",
     "Client",
     "ConfigInvalid",
     "ContextFull",
@@ -73,7 +79,9 @@ __all__ = [
     "FlashAttn",
     "HostGone",
     "HostIncompatible",
+    "Library",
     "LogitsProcessor",
+    "NativeError",
     "NoSuchSession",
     "Parked",
     "Placement",
@@ -89,12 +97,15 @@ __all__ = [
     "SplitMode",
     "SplitctlError",
     "Stage",
+    "StateUnsound",
+    "SwitchOptions",
     "SwitchOutcome",
     "SwitchStatus",
     "TextStream",
     "Token",
     "Usage",
     "Via",
+    "WeightsTier",
     "WorkerLost",
     "connect",
     "connect_async",
@@ -105,6 +116,8 @@ _HOMES = {
     "splitctl.session": ("Fed", "Session", "TextStream", "Usage"),
     "splitctl.session.asynchronous": ("AsyncSession", "AsyncTextStream"),
     "splitctl.session.storage": ("Restored",),
+    "splitctl.switching.checking": ("Checked",),
+    "llama_native": ("Library", "NativeError"),
     "splitctl.engine.sampler": ("LogitsProcessor",),
     "splitctl.model.chat_messages": ("ChatTemplateFailed",),
     "splitctl.carry.sampling": ("SamplerSpec", "Token"),
@@ -112,7 +125,7 @@ _HOMES = {
         *("AnswerBroken", "AsyncClient", "Client", "HostGone", "HostIncompatible", "NoSuchSession", "RequestFailed"),
         *("ServerUnreachable", "connect", "connect_async"),
     ),
-    "splitctl.outcome": ("Proof", "Stage", "SwitchOutcome", "SwitchStatus", "Via"),
+    "splitctl.outcome": ("Proof", "Stage", "SwitchOptions", "SwitchOutcome", "SwitchStatus", "Via", "WeightsTier"),
     "splitctl.placement": ("FlashAttn", "Placement", "PlacementInvalid", "SplitMode"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
