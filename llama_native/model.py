@@ -104,8 +104,9 @@ class Model(Handle):
             self.n_ctx_train = int(lib.llama_model_n_ctx_train(pointer))
             self.n_embd = int(lib.llama_model_n_embd(pointer))
             self.n_layer = int(lib.llama_model_n_layer(pointer))
-            self.n_head = int(lib.llama_model_n_head(pointer))
-            self.n_head_kv = int(lib.llama_model_n_head_kv(pointer))
+            # Asked of a vocabulary alone, which has no layers, the library aborts.
+            self.n_head = 0 if params.vocab_only else int(lib.llama_model_n_head(pointer))
+            self.n_head_kv = 0 if params.vocab_only else int(lib.llama_model_n_head_kv(pointer))
             self.n_swa = int(lib.llama_model_n_swa(pointer))
             self.size_bytes = int(lib.llama_model_size(pointer))
             self.has_encoder = bool(lib.llama_model_has_encoder(pointer))

@@ -229,12 +229,9 @@ class Adopted:
 def _blocked(kind: type) -> type:
     """Return a class whose objects refuse everything."""
 
-    def refuse(_: object, name: str, *__: object) -> NoReturn:
-        wanted = "a Llama that is not adopted (call release() on the one that has it)"
-        raise ConfigInvalid(f"llm.{name}", "adopted", wanted)
+    def refuse(*_: object, **__: object) -> NoReturn:
+        text = "this llama_cpp.Llama is adopted; call release() on the splitctl Llama that has it"
+        raise Refused((Reason("adopted", text),))
 
-    def refuse_call(self: object, *_: object, **__: object) -> NoReturn:
-        refuse(self, "__call__")
-
-    names = {"__getattribute__": refuse, "__setattr__": refuse, "__call__": refuse_call, "__del__": lambda _: None}
+    names = {"__getattribute__": refuse, "__setattr__": refuse, "__call__": refuse, "__del__": lambda _: None}
     return type(f"Adopted{kind.__name__}", (kind,), names)

@@ -151,6 +151,9 @@ class _Converter:
             # Keywords say which type is meant, and "format" is of several.
             meant = (kind for kind in _TYPES if schema.keys() & (_OF_TYPE[kind] - {"format"}))
             named = next(meant, "string" if "format" in schema else None)
+            if named is None:
+                keyword = next(iter(schema.keys() - _SAID))
+                raise _refused(keyword, schema[keyword], "a keyword that a grammar can hold")
         kinds = [str(kind) for kind in named] if isinstance(named, list | tuple) else [str(named)]
         if not kinds or not all(kind in _OF_TYPE for kind in kinds):
             raise _refused("type", named, "one of " + " ".join(_TYPES))

@@ -42,6 +42,10 @@ class Llama:
     Thread: one at a time, but for :meth:`switch`, which any may call. Lifetime: until :meth:`close`.
     """
 
+    _session: Session | None = None
+    _vocabulary: Model | None = None
+    _adopted: Adopted | None = None
+
     def __init__(
         self,
         model_path: str | os.PathLike[str],
@@ -140,8 +144,6 @@ class Llama:
             type_v=type_v,
         )
         opened = library if isinstance(library, Library) or library is None else Library.open(Path(library))
-        self._session: Session | None = None
-        self._vocabulary: Model | None = None
         self._begin(
             seed=seed,
             logits_all=logits_all,
@@ -191,7 +193,6 @@ class Llama:
             self.chat_format = "chat_template.default" if has_template else "llama-2"
         self._n_wanted: int | None = None
         self._rows: NDArray[np.float32] | None = None
-        self._adopted: Adopted | None = None
 
     def _take(self, session: Session) -> None:
         if session.facts.is_encoder_decoder:
@@ -251,7 +252,6 @@ class Llama:
         """Use :meth:`adopt`."""
         self = cls.__new__(cls)
         self.model_path, self.embedding, self.pooling = model_path, False, None
-        self._session, self._vocabulary = None, None
         self._begin(tokenizer=None, **kept)
         self._take(session)
         self._adopted, self._rows = adopted, adopted.scores
@@ -294,7 +294,7 @@ class Llama:
 
     def __del__(self) -> None:
         # Programs for llama-cpp-python drop it.
-        if not sys.is_finalizing() and "_session" in self.__dict__:
+        if not sys.is_finalizing():
             self.close()
 
     def __reduce_ex__(self, _: object) -> NoReturn:
