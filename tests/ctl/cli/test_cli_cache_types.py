@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.ctl.houses import ROOT, run_here
-from tests.ctl.one_kv_head import make
+from tests.ctl.one_kv_head import made
 
 pytestmark = [pytest.mark.build, pytest.mark.model, pytest.mark.slow]
 
@@ -28,11 +28,9 @@ def _run(build: str, model: Path, cache_dir: Path, *more: str) -> tuple[int, Any
 
 
 @pytest.fixture(scope="module")
-def one_kv_head(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one_kv_head(smollm2: Path) -> Path:
     """A model whose tensor mode takes an f16 cache and dies of a quantized one."""
-    path = tmp_path_factory.mktemp("model") / "one-kv-head.gguf"
-    make(path, smollm2)
-    return path
+    return made(smollm2)
 
 
 def test_the_cache_type_gives_way_to_the_mode(one_kv_head: Path, cache_dir: Path) -> None:
