@@ -61,15 +61,19 @@ async def pieces_of(stream: AsyncTextStream, n: int) -> None:
         await anext(stream)
 
 
+async def read(stream: AsyncTextStream, waits: asyncio.Event) -> str:
+    """Read an answer to its end, after saying so."""
+    waits.set()
+    return await stream.read()
+
+
 def test_eight_tasks_go_on_through_two_switches_and_three_cancels(
     play: Play, callers: set[int], other_mode: SplitMode
 ) -> None:
     """Each text is that of its prompt alone; what was cancelled is gone, and the loop never calls the library."""
 
     async def scene(session: AsyncSession) -> None:
-        wanted = [
-            await session.run(lambda one, p=prompt: one.text(p, n=N, sampler=GREEDY).read()) for prompt in PROMPTS
-        ]
+        wanted = [await session.text(prompt, n=N, sampler=GREEDY).read() for prompt in PROMPTS]
         held = await session.tokenize("What sequence 3 holds")
         await session.feed(held, 3)
         callers.clear()
@@ -130,8 +134,9 @@ def test_a_cancelled_answer_takes_back_what_it_added(play: Play) -> None:
                 stream = None
                 gc.collect()
             else:
-                reading = asyncio.ensure_future(stream.read())
-                await asyncio.sleep(0)
+                waits = asyncio.Event()
+                reading = asyncio.ensure_future(read(stream, waits))
+                await waits.wait()
                 reading.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await reading

@@ -178,7 +178,7 @@ def test_a_state_in_memory_brings_everything_back(session: Session) -> None:
     wanted = [token.id for token in session.generate(n=4, sampler=GREEDY)]
     for state, given in ((held, {}), (bare, {"tokens": tokens, "logits": logits}), (bare, {"tokens": {0: tokens}})):
         session.text("Something else", n=1).read()
-        restored = session.load_state_bytes(state, **given)  # type: ignore[arg-type]
+        restored = session.load_state_bytes(state, **given)
         assert not restored.recomputed
         assert session.tokens() == tokens
         if given.keys() != {"tokens"}:
@@ -200,7 +200,8 @@ def test_texts_are_embedded_beside_what_sequences_hold(session: Session) -> None
     held = session.state_bytes(bare=True)
     texts = ["A wave on the sea, seen from the shore in the morning by a child", "Money"]
     last, mean = session.embed(texts, pooling="last"), session.embed(texts)
-    assert (last.shape, last.dtype) == ((2, session.model.n_embd), np.float32)
+    assert last.shape == (2, session.model.n_embd)
+    assert last.dtype == np.float32
     assert session.state_bytes(bare=True) == held
     tokens = session.tokenize(texts[1])
     session.prefill(tokens, 1)
