@@ -31,11 +31,11 @@ from splitctl.client.values import (
     Stopped,
     SwitchCheck,
     SwitchStage,
-    Usage,
 )
 from splitctl.control.client import HostGone
 from splitctl.control.sockets import NoSuchSession
 from splitctl.ipc.jobs import RequestFailed
+from splitctl.ipc.stop_texts import Usage
 
 __all__ = [
     "Answer",

@@ -29,12 +29,12 @@ from splitctl.client.values import (
     Stopped,
     SwitchCheck,
     SwitchStage,
-    Usage,
 )
 from splitctl.control.client import HostGone
 from splitctl.control.requests import ControlRequest, EventsRequest, PolicyRequest, StatusRequest, StopRequest
 from splitctl.errors import Cancelled, DeadlineExceeded, SplitctlError
 from splitctl.ipc.jobs import RequestFailed
+from splitctl.ipc.stop_texts import Usage
 from splitctl.outcome import Proof, Route, SwitchOutcome
 from splitctl.placement import Placement, SplitMode
 

@@ -29,7 +29,6 @@ from splitctl.client.values import (
     Stopped,
     SwitchCheck,
     SwitchStage,
-    Usage,
 )
 from splitctl.control.client import HostGone, wait
 from splitctl.control.requests import (
@@ -41,6 +40,7 @@ from splitctl.control.requests import (
 )
 from splitctl.errors import Cancelled, DeadlineExceeded, SplitctlError
 from splitctl.ipc.jobs import RequestFailed
+from splitctl.ipc.stop_texts import Usage
 from splitctl.outcome import Proof, Route, SwitchOutcome
 from splitctl.placement import Placement, SplitMode
 

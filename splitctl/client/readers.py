@@ -20,11 +20,11 @@ from splitctl.client.values import (
     Resumed,
     SessionEvent,
     SwitchStage,
-    Usage,
 )
 from splitctl.control.client import ControlAnswer, ControlEvent, HostGone
 from splitctl.errors import SplitctlError
 from splitctl.ipc.jobs import Fault, RequestFailed
+from splitctl.ipc.stop_texts import Usage
 from splitctl.outcome import SwitchOutcome
 
 E_co = TypeVar("E_co", covariant=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
 from splitctl.errors import Reason
+from splitctl.ipc.stop_texts import Usage
 from splitctl.outcome import SwitchOutcome
 from splitctl.placement import FlashAttn, Placement, SplitMode
 
@@ -164,27 +165,6 @@ class Resumed:
 
 
 AnswerEvent = Begun | Delta | Paused | Resumed
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What an answer took.
-
-    Attributes:
-        n_prompt: tokens of the prompt.
-        n_reused: those of them that a sequence held already.
-        n_generated: tokens of the answer; one that ended it is not counted.
-        finish_reason: why it ended, in OpenAI's words: stop or length (also of a full context).
-        prompt_ms: time until the first token was drawn, ms.
-        generate_ms: time of the steps that drew the others, ms.
-    """
-
-    n_prompt: int
-    n_reused: int
-    n_generated: int
-    finish_reason: Literal["stop", "length"]
-    prompt_ms: float
-    generate_ms: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,32 @@
-"""An answer that comes in pieces, as text: whole characters, without stop texts."""
+"""An answer that comes in pieces, as text: whole characters, without stop texts; and what it took."""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What an answer took.
+
+    Attributes:
+        n_prompt: tokens of the prompt.
+        n_reused: those of them that the sequence held already.
+        n_generated: tokens of the answer; one that ended it is not counted.
+        finish_reason: "stop": the model ended it, or a stop text came; "length": ``n`` tokens, or a full context.
+        prompt_ms: time of reading the prompt, ms.
+        generate_ms: time of drawing the answer, ms.
+    """
+
+    n_prompt: int
+    n_reused: int
+    n_generated: int
+    finish_reason: Literal["stop", "length"]
+    prompt_ms: float
+    generate_ms: float
 
 
 class StopTexts:

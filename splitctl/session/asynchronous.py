@@ -29,11 +29,12 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from splitctl.engine.sampler import LogitsProcessor
+    from splitctl.ipc.stop_texts import Usage
     from splitctl.model.chat_messages import Message
     from splitctl.outcome import SwitchOutcome
     from splitctl.placement import Placement, SplitMode
     from splitctl.session.storage import Restored
-    from splitctl.session.texts import Fed, TextStream, Usage
+    from splitctl.session.texts import Fed, TextStream
 
 T = TypeVar("T")
 

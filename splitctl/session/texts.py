@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Self
 
-from splitctl.ipc.stop_texts import Text
+from splitctl.ipc.stop_texts import Text, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,27 +20,6 @@ if TYPE_CHECKING:
     from splitctl.session.decoder import Held
 
 _MS = 1e3
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What an answer took.
-
-    Attributes:
-        n_prompt: tokens of the prompt.
-        n_reused: those of them that the sequence held already.
-        n_generated: tokens of the answer; one that ended it is not counted.
-        finish_reason: "stop": the model ended it, or a stop text came; "length": ``n`` tokens, or a full context.
-        prompt_ms: time of reading the prompt, ms.
-        generate_ms: time of drawing the answer, ms.
-    """
-
-    n_prompt: int
-    n_reused: int
-    n_generated: int
-    finish_reason: Literal["stop", "length"]
-    prompt_ms: float
-    generate_ms: float
 
 
 @dataclass(frozen=True, slots=True)

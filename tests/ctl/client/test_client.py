@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import pickle
 import queue
@@ -22,6 +23,7 @@ from splitctl.outcome import Proof, Route, SwitchOutcome, SwitchStatus
 from splitctl.placement import Changes, Placement, SplitMode
 from tests.ctl.client.scenes import WAIT_S, line, speaking
 from tests.ctl.control_fake import served
+from tests.ctl.houses import ROOT
 
 TENSOR = Placement(mode=SplitMode.TENSOR, tensor_split=(3.0, 1.0))
 OUTCOME = SwitchOutcome(
@@ -446,3 +448,11 @@ def test_proofs_and_routes_are_words_too() -> None:
 
     assert [word("proof", one.value.upper(), Proof) for one in Proof] == list(Proof)
     assert [word("via", one, Route) for one in Route] == list(Route)
+
+
+def test_a_typed_program_uses_every_public_name() -> None:
+    """`ci/check` has mypy read it, strictly."""
+    program = ast.parse(Path(__file__).with_name("hosted_program.py").read_text("utf-8"))
+    used = {node.attr for node in ast.walk(program) if isinstance(node, ast.Attribute)}
+    assert sorted(set(splitctl.client.__all__) - used) == []
+    assert "tests/ctl/client/hosted_program.py" in (ROOT / "ci" / "check").read_text("utf-8")
