@@ -13,7 +13,7 @@ from weakref import WeakSet
 from splitctl.client import asks
 from splitctl.client.asks import Sampler, Stop
 from splitctl.client.readers import AnswerReader, EventsReader, Plain, Reader, SwitchReader, Transcript
-from splitctl.client.target import LOOK_S, NOBODY, AnyCall, Target, target_of
+from splitctl.client.target import LOOK_S, NOBODY, AnyCall, Patience, Target, target_of
 from splitctl.client.values import (
     Answer,
     AnswerEvent,
@@ -121,7 +121,7 @@ class AsyncWork(Generic[E, R]):
     async def _pump(self) -> None:
         """Wait for something to come, and read it."""
         try:
-            call = self._call = self._call or await _opened(self._target, self._request)
+            call = self._call = self._call or await _opened(self._target, self._request, self._patience)
             if not self._transcript.is_over:
                 await self._read(call)
         except DeadlineExceeded:
@@ -142,6 +142,7 @@ class AsyncWork(Generic[E, R]):
             if not self._transcript.is_over:
                 messages = call.read()
                 self._target.met(call)
+                self._target.tell()
                 self._transcript.take(messages)
         elif self._patience.wants_proof:
             await _prove_alive(self._target)
@@ -347,20 +348,24 @@ class AsyncClient:
         return work
 
 
-async def _opened(target: Target, request: ControlRequest) -> AnyCall:
+async def _opened(target: Target, request: ControlRequest, patience: Patience) -> AnyCall:
     """Ask whoever serves, in a thread: a long request takes a while to send."""
     until = time.monotonic() + target.may_be_away_s
     while True:
         opening = asyncio.ensure_future(asyncio.to_thread(target.call, request))
         try:
-            return await asyncio.shield(opening)
+            call = await asyncio.shield(opening)
         except NOBODY:
             if time.monotonic() >= until:
                 raise
+            patience.turn_s()
+            await asyncio.sleep(LOOK_S)
         except asyncio.CancelledError:
             opening.add_done_callback(_hang_up)
             raise
-        await asyncio.sleep(LOOK_S)
+        else:
+            target.tell()
+            return call
 
 
 async def _prove_alive(target: Target) -> None:

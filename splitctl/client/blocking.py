@@ -13,7 +13,7 @@ from weakref import WeakSet
 from splitctl.client import asks
 from splitctl.client.asks import Sampler, Stop
 from splitctl.client.readers import AnswerReader, EventsReader, Plain, Reader, SwitchReader, Transcript
-from splitctl.client.target import LOOK_S, NOBODY, AnyCall, Target, target_of
+from splitctl.client.target import LOOK_S, NOBODY, AnyCall, Patience, Target, target_of
 from splitctl.client.values import (
     Answer,
     AnswerEvent,
@@ -69,7 +69,7 @@ class Work(Generic[E, R]):
         self._transcript = Transcript(target.name, reader)
         self._lock = threading.RLock()
         self._is_left = self._is_closed = False
-        self._call: AnyCall = _opened(target, request)
+        self._call: AnyCall = _opened(target, request, self._patience)
 
     def __iter__(self) -> Self:
         return self
@@ -135,6 +135,7 @@ class Work(Generic[E, R]):
             if wait([self._call.fileno()], self._patience.turn_s()):
                 messages = self._call.read()
                 self._target.met(self._call)
+                self._target.tell()
                 self._transcript.take(messages)
             elif self._patience.wants_proof:
                 _prove_alive(self._target)
@@ -432,16 +433,20 @@ class Client:
         return work
 
 
-def _opened(target: Target, request: ControlRequest) -> AnyCall:
+def _opened(target: Target, request: ControlRequest, patience: Patience) -> AnyCall:
     """Ask whoever serves; a host that was there before may take a while to come back."""
     until = time.monotonic() + target.may_be_away_s
     while True:
         try:
-            return target.call(request)
+            call = target.call(request)
         except NOBODY:
             if time.monotonic() >= until:
                 raise
-        time.sleep(LOOK_S)
+            patience.turn_s()
+            time.sleep(LOOK_S)
+        else:
+            target.tell()
+            return call
 
 
 def _prove_alive(target: Target) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -59,15 +61,19 @@ class Patience:
         self._what = what
         self._wait_s = seconds("wait_s", wait_s)
         self._silence_s = silence_s
-        self._until = None if self._wait_s is None else time.monotonic() + self._wait_s
+        self._until: float | None = None
 
     def turn_s(self) -> float | None:
-        """Give the longest wait for something to come now, seconds; raises DeadlineExceeded where none is left."""
-        if self._until is None:
+        """Give the longest wait for something to come now, seconds; raises DeadlineExceeded where none is left.
+
+        The time begins with the first turn.
+        """
+        if self._wait_s is None:
             return self._silence_s
+        self._until = self._until or time.monotonic() + self._wait_s
         left = self._until - time.monotonic()
         if left <= 0:
-            raise DeadlineExceeded(self._what, self._wait_s or 0.0)
+            raise DeadlineExceeded(self._what, self._wait_s)
         return left if self._silence_s is None else min(left, self._silence_s)
 
     @property
@@ -100,7 +106,7 @@ class Target:
     ) -> None:
         """Take a session by name, None for the only one, or a server by its address.
 
-        `on_restart` is called when another process serves than before, by the thread that found it.
+        `on_restart` is called by `tell`, once for each other process that was found.
         """
         self.timeout_s = timeout_s
         self.reconnect_s = reconnect_s
@@ -110,6 +116,7 @@ class Target:
         self._session = name
         self._address = address
         self._on_restart = on_restart
+        self._news: deque[Restarted] = deque()
         self._identity: Identity | None = None
         self._lock = threading.Lock()
 
@@ -156,6 +163,12 @@ class Target:
         if isinstance(call, WebCall) and call.identity is not None:
             self._met((call.identity,))
 
+    def tell(self) -> None:
+        """Tell the program of restarts that were found since the last time, in this thread."""
+        while self._on_restart is not None and self._news:
+            with suppress(IndexError):
+                self._on_restart(self._news.popleft())
+
     def forget(self) -> None:
         """Expect nobody there any more."""
         self._identity = None
@@ -163,11 +176,9 @@ class Target:
     def _met(self, identity: Identity) -> None:
         with self._lock:
             before, self._identity = self._identity, identity
-            has_changed = before is not None and before != identity
-            self.n_restarts += has_changed
-            told = Restarted(self.name, self.n_restarts)
-        if has_changed and self._on_restart is not None:
-            self._on_restart(told)
+            if before is not None and before != identity:
+                self.n_restarts += 1
+                self._news.append(Restarted(self.name, self.n_restarts))
 
 
 def target_of(

@@ -18,15 +18,13 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from splitctl.client.errors import HostIncompatible, ServerUnreachable
-from splitctl.client.web_messages import Completion, Events, Message, Translator, asked, refusal
+from splitctl.client.web_messages import IDENTITY_HEADER, Completion, Events, Message, Translator, asked, refusal
 from splitctl.control.client import ControlAnswer, ControlEvent, HostGone
 from splitctl.control.requests import ControlRequest, SwitchRequest
 from splitctl.errors import ConfigInvalid, SplitctlError
 
 _CHUNK_BYTES = 1 << 16
 _MAX_HEAD_BYTES = 1 << 16
-#: Names the process that serves, for as long as it lives.
-IDENTITY_HEADER = "x-splitctl-host"
 
 
 @dataclass(frozen=True, slots=True)

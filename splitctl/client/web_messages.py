@@ -29,6 +29,9 @@ from splitctl.ipc.wire import to_object
 
 Message = ControlEvent | ControlAnswer
 
+#: The header that names the process that serves, for as long as it lives.
+IDENTITY_HEADER = "x-splitctl-host"
+
 _FAULT_OF_CODE = {"busy": Fault.BUSY, "parked": Fault.PARKED, "cancelled": Fault.CANCELLED, "stopping": Fault.BUSY}
 _FAULT_OF_STATUS = {400: Fault.CONFIG, 401: Fault.CONFIG, 403: Fault.CONFIG, 404: Fault.CONFIG, 409: Fault.REFUSED,
                     413: Fault.CONFIG, 429: Fault.BUSY, 503: Fault.BUSY}  # fmt: skip

@@ -17,6 +17,7 @@ from typing import Any
 
 import uvicorn
 
+from splitctl.client.web_messages import IDENTITY_HEADER
 from splitctl.errors import ConfigInvalid
 from splitctl.http.app import HttpConfig, make_app
 from splitctl.http.chat import Chat
@@ -100,7 +101,7 @@ class HttpServer:
                 access_log=False,
                 server_header=False,
                 # A client can tell by it that the server was restarted.
-                headers=[("x-splitctl-host", secrets.token_hex(8))],
+                headers=[(IDENTITY_HEADER, secrets.token_hex(8))],
                 proxy_headers=False,
                 h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 timeout_keep_alive=_KEEP_ALIVE_S,

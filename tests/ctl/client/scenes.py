@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ def line(body: dict[str, Any]) -> bytes:
 
 
 @contextmanager
-def speaking(*answers: bytes, runtime: Path | None = None) -> Iterator[int]:
+def speaking(*answers: bytes, runtime: Path | None = None, tls: ssl.SSLContext | None = None) -> Iterator[int]:
     """Answer each connection with the next bytes and hang up: as host "fake" of a runtime folder, or on a free port.
 
     Gives the port. Connections after the last answer get none, and stay open to the end of the block.
@@ -33,7 +34,7 @@ def speaking(*answers: bytes, runtime: Path | None = None) -> Iterator[int]:
         else:
             held = stack.enter_context(claim(prepared(runtime / "splitctl"), "fake"))
             listening = stack.enter_context(held.listen())
-        thread = threading.Thread(target=_answer, args=(listening, answers))
+        thread = threading.Thread(target=_answer, args=(listening, answers, tls))
         thread.start()
         try:
             yield 0 if runtime is not None else listening.getsockname()[1]
@@ -42,7 +43,7 @@ def speaking(*answers: bytes, runtime: Path | None = None) -> Iterator[int]:
             thread.join()
 
 
-def _answer(listening: socket.socket, answers: Sequence[bytes]) -> None:
+def _answer(listening: socket.socket, answers: Sequence[bytes], tls: ssl.SSLContext | None) -> None:
     said = iter(answers)
     with ExitStack() as left:
         while True:
@@ -54,10 +55,11 @@ def _answer(listening: socket.socket, answers: Sequence[bytes]) -> None:
             if answer is None:
                 left.enter_context(one)
                 continue
-            with one:
-                one.settimeout(WAIT_S)
+            one.settimeout(WAIT_S)
+            # A client that does not trust the server hangs up.
+            with one, suppress(ssl.SSLError), one if tls is None else tls.wrap_socket(one, server_side=True) as speaker:
                 got = b""
                 # A request over HTTP without a body ends with its head.
                 while not got.endswith((b"\n", b"}")):
-                    got += one.recv(1 << 16)
-                one.sendall(answer)
+                    got += speaker.recv(1 << 16)
+                speaker.sendall(answer)

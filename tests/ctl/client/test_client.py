@@ -416,6 +416,8 @@ def test_a_restarted_host_is_found_and_told(runtime: Path, monkeypatch: pytest.M
                 second.enter_context(served(runtime=runtime))
 
         monkeypatch.setattr(blocking.time, "sleep", look)
+        with pytest.raises(DeadlineExceeded, match="the answer did not come within 0 s"):
+            client.generate("a", wait_s=0.0).result()
         assert client.generate("a", n=2).result().tokens == (7, 7)
         assert len(looks) == 2
         assert (client.n_restarts, told.get_nowait(), told.empty()) == (1, Restarted("fake", 1), True)

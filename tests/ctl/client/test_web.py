@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -243,3 +244,19 @@ def test_a_server_that_ends_in_the_middle_and_one_that_was_restarted() -> None:
         client.status()
         client.status()
         assert told == [Restarted(f"http://127.0.0.1:{port}", 1)]
+
+
+def test_a_server_behind_tls_is_spoken_with_if_it_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer of many records comes whole, to both clients; a certificate that nobody vouches for is refused."""
+    keys = Path(__file__).with_name("localhost.pem")
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(keys)
+    long = {**STATUS, "model": {"name": "x" * 200_000}}
+    answer = _answer(long, Content_Length=str(len(json.dumps(long))))
+    with speaking(answer, answer, answer, tls=tls) as port:
+        url = f"https://127.0.0.1:{port}"
+        with pytest.raises(splitctl.ServerUnreachable, match="certificate verify failed"):
+            splitctl.connect(url=url, timeout_s=WAIT_S)
+        monkeypatch.setenv("SSL_CERT_FILE", str(keys))
+        assert splitctl.connect(url=url, timeout_s=WAIT_S).status().raw == long
+        assert asyncio.run(splitctl.AsyncClient(url=url, timeout_s=WAIT_S).status()).raw == long
