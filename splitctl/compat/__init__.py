@@ -21,5 +21,5 @@ def install() -> None:
     there = sys.modules.setdefault("llama_cpp", ours)
     if there is not ours:
         raise ImportError("llama_cpp has been imported already; call splitctl.compat.install() before that")
-    for name in ("llama", "llama_cache", "llama_chat_format", "llama_grammar", "llama_types"):
+    for name in ("llama", "llama_cache", "llama_chat_format", "llama_grammar", "llama_speculative", "llama_types"):
         sys.modules[f"llama_cpp.{name}"] = import_module(f"{_HOME}.{name}")

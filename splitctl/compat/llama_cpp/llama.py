@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
@@ -301,6 +302,24 @@ class Llama:
         raise TypeError("a Llama holds a loaded model and cannot be pickled or copied; pickle save_state() instead")
 
     # ---- the model ----
+
+    @property
+    def context_params(self) -> SimpleNamespace:
+        """What the context was made with, by llama.cpp's names; a copy, changed by :meth:`switch` alone."""
+        now = self.placement
+        names = ("n_ctx", "n_batch", "n_ubatch", "n_seq_max", "n_threads", "n_threads_batch", "offload_kqv")
+        return SimpleNamespace(embeddings=self.embedding, **{name: getattr(now, name) for name in names})
+
+    @property
+    def model_params(self) -> SimpleNamespace:
+        """What the model was placed with, by llama.cpp's names; a copy, changed by :meth:`switch` alone."""
+        now = self.placement
+        return SimpleNamespace(
+            n_gpu_layers=now.n_gpu_layers,
+            split_mode=arguments.SPLIT_MODES.index(now.mode),
+            main_gpu=now.main_gpu,
+            vocab_only=False,
+        )
 
     @property
     def _model(self) -> Model:
