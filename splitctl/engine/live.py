@@ -37,12 +37,13 @@ _LOOK_AFTER = 256
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Tokens for one decode; lists of equal length."""
+    """Tokens for one decode; lists of equal length. Outputs can be left with the library: they are large."""
 
     tokens: Sequence[int]
     positions: Sequence[int]
     seq_ids: Sequence[int]
     outputs: Sequence[bool]
+    with_rows: bool = True
 
 
 class CancelFlag:
@@ -213,8 +214,8 @@ class LiveSession:
             wanted = f"{most} at most, the size of a micro-batch (-ub): an encoder reads its prompts as a whole"
             raise ConfigInvalid("tokens", f"{n_tokens} for the encoder", wanted)
 
-    def run(self, batch: Batch, *, with_rows: bool = True) -> dict[int, NDArray[np.float32]]:
-        """Decode one batch of at most n_batch tokens and copy the wanted rows, or with False none of them.
+    def run(self, batch: Batch) -> dict[int, NDArray[np.float32]]:
+        """Decode one batch of at most n_batch tokens and copy the wanted rows.
 
         Returns:
             Place in the batch -> float32[n_vocab] logits, for every wanted output; of an encoder the embedding,
@@ -238,7 +239,7 @@ class LiveSession:
         self._n_unlooked += len(batch.tokens)
         if self._n_unlooked >= _LOOK_AFTER:
             self.expect(len(batch.tokens))
-        wanted = [index for index, output in enumerate(batch.outputs) if output and with_rows]
+        wanted = [index for index, output in enumerate(batch.outputs) if output and batch.with_rows]
         if self.facts.is_encoder_only:
             rows = {index: context.embeddings(index, batch.seq_ids[index]) for index in wanted}
             return {index: np.frombuffer(row, np.float32) for index, row in rows.items()}

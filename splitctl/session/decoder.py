@@ -264,15 +264,12 @@ class Decoder:
                 self._keep_what_is_held(slot, ())
             raise
 
-    def decode_new(self, slot: Slot, batch: Batch, *, accept: bool = True, with_rows: bool = True) -> None:
-        """Decode tokens that the sequence does not have yet, and keep those that the memory holds, even on an error.
-
-        Without ``with_rows`` outputs are left with the library.
-        """
+    def decode_new(self, slot: Slot, batch: Batch, *, accept: bool = True) -> None:
+        """Decode tokens that the sequence does not have yet, and keep those that the memory holds, even on an error."""
         n_past, n_tokens = slot.n_past, len(slot.tokens)
         try:
             with self._live.engine.library.holding():
-                rows = self._run(batch, with_rows=with_rows)
+                rows = self._run(batch)
                 if not rows:
                     slot.take_rows(no_logits(), no_tokens())
                 for index, row in rows.items():
@@ -309,13 +306,13 @@ class Decoder:
             slot.embedding = np.frombuffer(self._live.engine.live_context.embeddings(index, slot.seq_id), np.float32)
         slot.take_rows(row.reshape(1, -1), np.array([index], np.int32))
 
-    def _run(self, batch: Batch, *, with_rows: bool = True) -> dict[int, NDArray[np.float32]]:
+    def _run(self, batch: Batch) -> dict[int, NDArray[np.float32]]:
         """Decode; a trial that fails is done again in the old placement."""
         live = self._live
         if not (self._switcher.on_trial or self.must_succeed):
-            return live.run(batch, with_rows=with_rows)
+            return live.run(batch)
         try:
-            rows = live.run(batch, with_rows=with_rows)
+            rows = live.run(batch)
             # An embedding decoder leaves its logits at zero.
             wrong = "" if live.engine.embeddings else nonsense(rows)
         except CallFailed as error:
@@ -332,7 +329,7 @@ class Decoder:
         self._switcher.trial_failed(Reason("trial-failed", f"the first decode after the switch failed: {wrong}"))
         if self._switcher.state.stage is Stage.PARKED:
             raise self._effects.gone(self._switcher.state)
-        return live.run(batch, with_rows=with_rows)
+        return live.run(batch)
 
     def _draw(self, slot: Slot) -> Token:
         """Draw a sequence's next token from its logits, and append it; ConfigInvalid where it has none."""

@@ -48,8 +48,8 @@ def embed(live: LiveSession, decoder: Decoder, tokens: Sequence[int], pooling: s
         for start in range(0, len(tokens), n_batch):
             chunk = tokens[start : start + n_batch]
             n = len(chunk)
-            batch = Batch(chunk, range(start, start + n), [slot.seq_id] * n, [True] * n)
-            decoder.decode_new(slot, batch, accept=False, with_rows=False)
+            batch = Batch(chunk, range(start, start + n), [slot.seq_id] * n, [True] * n, with_rows=False)
+            decoder.decode_new(slot, batch, accept=False)
             # A trial may have brought another context.
             read = live.engine.live_context.embeddings
             wanted = (n - 1,) if own else range(n)
