@@ -253,7 +253,7 @@ def test_a_server_behind_tls_is_spoken_with_if_it_is_trusted(monkeypatch: pytest
     tls.load_cert_chain(keys)
     long = {**STATUS, "model": {"name": "x" * 200_000}}
     answer = _answer(long, Content_Length=str(len(json.dumps(long))))
-    with speaking(answer, answer, answer, tls=tls) as port:
+    with speaking(*[answer] * 4, tls=tls) as port:
         url = f"https://127.0.0.1:{port}"
         with pytest.raises(splitctl.ServerUnreachable, match="certificate verify failed"):
             splitctl.connect(url=url, timeout_s=WAIT_S)
