@@ -10,21 +10,25 @@ Laws:
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
+import warnings
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
+import numpy as np
+
 from splitctl.carry.sampling import SamplerSpec
 from splitctl.carry.sequence import common
 from splitctl.errors import Busy, Cancelled, ContextFull, Parked
+from splitctl.session import arguments
 from splitctl.session.session import Session
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
@@ -122,7 +126,7 @@ class _Answer:
                 return True
             if self.stream is None:
                 self.stream = self.worker.begin(self._make, self.wanted)
-            piece = self.stream.step()
+            piece = self.stream.step(n_most=self.worker.n_most)
         except Exception as error:  # noqa: BLE001 - its reader gets it
             self.end(error)
             return True
@@ -222,6 +226,11 @@ class _Worker:
         return len(self._busy) < self.session.placement.n_seq_max
 
     @property
+    def n_most(self) -> int | None:
+        """Most tokens of a prompt in one turn: few while others wait for theirs; None: a batch."""
+        return self.session.placement.n_ubatch if len(self._entries) else None
+
+    @property
     def n_busy(self) -> int:
         """How many sequences answers are on."""
         return len(self._busy)
@@ -274,8 +283,11 @@ class AsyncTextStream:
         text: the text that was read from it so far.
     """
 
-    def __init__(self, worker: _Worker, make: Callable[[int], TextStream], seq_id: int | None) -> None:
+    def __init__(
+        self, session: AsyncSession, worker: _Worker, make: Callable[[int], TextStream], seq_id: int | None
+    ) -> None:
         """Use :meth:`AsyncSession.text` or :meth:`AsyncSession.chat`."""
+        self._session = session
         self._answer = _Answer(worker, make, seq_id)
         self._has_begun = False
         self.text = ""
@@ -430,7 +442,7 @@ class AsyncSession:
             add_special=add_special,
             parse_special=parse_special,
         )
-        return AsyncTextStream(self._worker, lambda chosen: make(seq_id=chosen), seq_id)
+        return AsyncTextStream(self, self._worker, lambda chosen: make(seq_id=chosen), seq_id)
 
     def chat(
         self,
@@ -457,7 +469,7 @@ class AsyncSession:
             chat_template_kwargs=chat_template_kwargs,
             continue_final_message=continue_final_message,
         )
-        return AsyncTextStream(self._worker, lambda chosen: make(seq_id=chosen), seq_id)
+        return AsyncTextStream(self, self._worker, lambda chosen: make(seq_id=chosen), seq_id)
 
     async def switch(self, target: Placement | SplitMode | str | None = None, **options: Any) -> SwitchOutcome:
         """Move the session into another placement, at a token boundary of all answers, which then go on.
@@ -490,7 +502,11 @@ class AsyncSession:
         normalize: bool = False,
     ) -> NDArray[np.float32]:
         """Embed texts, each in a turn of its own: float32[n_texts, n_embd]; see :meth:`Session.embed`."""
-        return await self.run(lambda one: one.embed(texts, pooling=pooling, normalize=normalize))
+        rows = [
+            await self.run(lambda one, text=text: one.embed([text], pooling=pooling, normalize=normalize))  # type: ignore[misc]
+            for text in arguments.texts_of(texts)
+        ]
+        return np.concatenate(rows) if rows else await self.run(lambda one: one.embed([]))
 
     async def feed(self, tokens: Sequence[int], seq_id: int) -> Fed:
         """Let a sequence that no answer is on hold exactly these tokens; see :meth:`Session.feed`."""
@@ -533,6 +549,12 @@ class AsyncSession:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    def __del__(self) -> None:
+        worker = getattr(self, "_worker", None)
+        if worker is not None and worker.thread.is_alive() and not sys.is_finalizing():
+            warnings.warn("an AsyncSession was not closed; its thread closes it now", ResourceWarning, stacklevel=2)
+            worker.close()
 
 
 def _close_unwanted(opening: asyncio.Future[Session]) -> None:

@@ -395,7 +395,9 @@ class Decoder:
 
         Where the memory cannot be cut, the tokens are read again.
         """
-        n_kept = common(held.tokens[: held.n_past], slot.tokens[: slot.n_past])
+        # An encoder has read another prompt as a whole.
+        is_other = self._live.is_encoder_decoder
+        n_kept = 0 if is_other else common(held.tokens[: held.n_past], slot.tokens[: slot.n_past])
         if n_kept == 0:
             self.empty(slot)
         else:

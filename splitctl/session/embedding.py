@@ -29,7 +29,9 @@ def embed(live: LiveSession, decoder: Decoder, tokens: Sequence[int], pooling: s
     if pooling is not None and pooling not in POOLINGS:
         raise ConfigInvalid("pooling", pooling, "one of " + " ".join(POOLINGS) + ", or None")
     if live.is_encoder_decoder or not live.engine.embeddings:
-        raise ConfigInvalid("embeddings", live.engine.embeddings, "a session opened with embeddings=True, not of a T5")
+        raise ConfigInvalid(
+            "embeddings", live.engine.embeddings, "True, given to Session.open (an encoder-decoder has no embeddings)"
+        )
     own = _OWN.get(live.engine.live_context.pooling)
     if own is not None and pooling not in {None, own}:
         raise ConfigInvalid("pooling", pooling, f"None or {own}: this model does that by itself")

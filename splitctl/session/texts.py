@@ -110,8 +110,11 @@ class TextStream:
         if self._before is not None:
             self._session.take_back(self.seq_id, self._before)
 
-    def step(self) -> str:
+    def step(self, *, n_most: int | None = None) -> str:
         """Do one decode of the answer's work: read a batch of the prompt, or draw a token.
+
+        Args:
+            n_most: most tokens of the prompt to read; None: a batch of the placement.
 
         Returns:
             The text that became certain by it; empty where none did, and after the end.
@@ -127,7 +130,7 @@ class TextStream:
         started = perf_counter()
         is_generating = self._n_kept is not None and not self._rest
         try:
-            piece = self._draw() if is_generating else self._read()
+            piece = self._draw() if is_generating else self._read(n_most)
         except BaseException:
             self._is_over = True
             raise
@@ -137,7 +140,7 @@ class TextStream:
         self.text += piece
         return piece
 
-    def _read(self) -> str:
+    def _read(self, n_most: int | None) -> str:
         """Read a batch of the prompt; nothing where the sequence holds it already."""
         session = self._session
         if self._n_kept is None:
@@ -146,7 +149,7 @@ class TextStream:
             filling = session.fill(self.seq_id, self.prompt)
             self._n_kept, self._rest = filling.n_kept, filling.rest
         if self._rest:
-            self._rest = self._rest[session.read(self.seq_id, self._rest) :]
+            self._rest = self._rest[session.read(self.seq_id, self._rest, n_most=n_most) :]
         if not self._rest:
             session.begin(self.seq_id, self._sampler, n_draws=self._n_draws, constraints=self._constraints)
             self._is_over = self._n == 0

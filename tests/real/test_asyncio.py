@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from llama_native import Library
-from splitctl import AsyncSession, AsyncTextStream, Busy, ConfigInvalid, Parked, SamplerSpec, SplitMode
+from splitctl import AsyncSession, AsyncTextStream, Busy, ConfigInvalid, Parked, SamplerSpec, Session, SplitMode, Stage
 from splitctl.session import asynchronous
 from tests.real.conftest import base
 
 GREEDY = SamplerSpec(temp=0.0)
 PROMPTS = [f"Task {number} begins with a few words of its own" for number in range(8)]
 N = 24
+GUARD_S = 60.0
 
 Play = Callable[[Callable[[AsyncSession], Coroutine[Any, Any, None]]], None]
 
@@ -169,6 +170,17 @@ def test_an_answer_that_nobody_reads_waits_and_holds_up_nobody(play: Play) -> No
         assert slow.text == again
 
     play(scene)
+
+
+def test_a_session_that_is_dropped_is_closed_by_its_thread(library: Library, words_model: Path) -> None:
+    """And says so."""
+    session = Session.open(words_model, base(), library=library, prober=None)
+    served = AsyncSession(session)
+    thread = served._worker.thread
+    with pytest.warns(ResourceWarning, match="was not closed"):
+        del served
+    thread.join(GUARD_S)
+    assert session.stage is Stage.CLOSED
 
 
 def test_the_end_of_a_session_ends_its_answers(play: Play) -> None:

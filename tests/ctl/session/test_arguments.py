@@ -70,7 +70,7 @@ WRONG: list[tuple[Callable[[Any], Any], str, str]] = [
     (lambda s: s.feed("a text"), "tokens", "session.tokenize"),
     (lambda s: s.feed([]), "tokens", "at least one token"),
     (lambda s: s.embed(5), "texts", "as text or as tokens"),
-    (lambda s: s.embed("x"), "embeddings", "embeddings=True"),
+    (lambda s: s.embed("x"), "embeddings", "given to Session.open"),
     (lambda s: s.load_state_bytes(b"????"), "tokens", "{0: tokens}"),
     (lambda s: s.load_state_bytes(b"????", {0: [1]}, logits={0: [1.0]}), "logits", "float32[260]"),
     (lambda s: s.load_state_bytes(b"????", {"a": [1]}), "seq_id", "a whole number"),
