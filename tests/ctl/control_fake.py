@@ -169,9 +169,7 @@ class Served:
 
 
 @contextmanager
-def served(
-    limits: ControlLimits | None = None, name: str = "fake", runtime: Path | None = None
-) -> Iterator[Served]:
+def served(limits: ControlLimits | None = None, name: str = "fake", runtime: Path | None = None) -> Iterator[Served]:
     """Serve a fake host in a thread, until the block ends; in a runtime folder, or in one of its own."""
     ready = threading.Event()
     made: list[Served] = []
