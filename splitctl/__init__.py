@@ -12,7 +12,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from llama_native import Library, NativeError
     from splitctl.carry.sampling import SamplerSpec, Token
     from splitctl.client import (
         AnswerBroken,
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
     from splitctl.model.chat_messages import ChatTemplateFailed
     from splitctl.outcome import Proof, Stage, SwitchOptions, SwitchOutcome, SwitchStatus, Via, WeightsTier
     from splitctl.placement import FlashAttn, Placement, PlacementInvalid, SplitMode
-    from splitctl.session import Fed, Session, TextStream, Usage
+    from splitctl.session import Fed, Library, NativeError, Session, TextStream, Usage
     from splitctl.session.asynchronous import AsyncSession, AsyncTextStream
     from splitctl.session.storage import Restored
     from splitctl.switching.checking import Checked
@@ -113,11 +112,10 @@ __all__ = [
 
 # Everything not named here is an error.
 _HOMES = {
-    "splitctl.session": ("Fed", "Session", "TextStream", "Usage"),
+    "splitctl.session": ("Fed", "Library", "NativeError", "Session", "TextStream", "Usage"),
     "splitctl.session.asynchronous": ("AsyncSession", "AsyncTextStream"),
     "splitctl.session.storage": ("Restored",),
     "splitctl.switching.checking": ("Checked",),
-    "llama_native": ("Library", "NativeError"),
     "splitctl.engine.sampler": ("LogitsProcessor",),
     "splitctl.model.chat_messages": ("ChatTemplateFailed",),
     "splitctl.carry.sampling": ("SamplerSpec", "Token"),

@@ -1,9 +1,9 @@
-"""An in-process session: decoding, switching, saving and restoring."""
+"""An in-process session: text, decoding, switching, saving and restoring."""
 
 from __future__ import annotations
 
-from splitctl.ipc.stop_texts import Usage
+from llama_native import Library, NativeError
 from splitctl.session.session import Session
-from splitctl.session.texts import Fed, TextStream
+from splitctl.session.texts import Fed, TextStream, Usage
 
-__all__ = ["Fed", "Session", "TextStream", "Usage"]
+__all__ = ["Fed", "Library", "NativeError", "Session", "TextStream", "Usage"]
