@@ -11,7 +11,9 @@ import pytest
 
 from llama_native import Library
 from splitctl import CarryMismatch, ConfigInvalid, ContextFull, SamplerSpec, Session, SplitMode, TextStream
-from tests.real.conftest import base
+from tests.real.conftest import SMALL_PROMPT, base
+from tools.make_dummies import make_many
+from tools.places import default_folder
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -215,3 +217,24 @@ def test_texts_are_embedded_beside_what_sequences_hold(session: Session) -> None
     assert np.allclose(mean[1], np.mean(rows, axis=0), atol=1e-2)
     lengths = np.linalg.norm(session.embed([tokens, "x"], pooling="cls", normalize=True), axis=1)
     assert np.allclose(lengths, 1, atol=1e-5)
+
+
+def test_a_memory_that_cannot_be_cut_is_read_anew(library: Library) -> None:
+    """A recurrent one is fed from its beginning, and an answer that is taken back leaves the same bytes and logits."""
+    ((_, path, why),) = make_many(default_folder(), ["mamba"])
+    assert path is not None, why
+    with Session.open(path, base(), library=library, prober=None) as session:
+        first, changed = session.feed(SMALL_PROMPT), session.feed([*SMALL_PROMPT[:3], 6])
+        assert (first.n_kept, first.n_read) == (0, len(SMALL_PROMPT))
+        assert (changed.n_kept, changed.n_read) == (0, 4)
+        session.set_sampler(SEEDED)
+        held, logits = session.state_bytes(bare=True), session.logits()
+        stream = session.text([*session.tokens(), 4, 4], n=9, sampler=GREEDY)
+        drawn(stream, 3)
+        stream.take_back()
+        assert (session.tokens(), session.sampler()) == ([*SMALL_PROMPT[:3], 6], (SEEDED, 0))
+        assert session.state_bytes(bare=True) == held
+        assert np.array_equal(session.logits(), logits)
+        restored = session.load_state_bytes(held, session.tokens())
+        assert restored.recomputed
+        assert "cannot be rewound" in restored.reason
