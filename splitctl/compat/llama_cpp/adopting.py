@@ -28,9 +28,9 @@ from splitctl.switching import conversion
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from splitctl.compat.llama_cpp.llama import Llama
+    from splitctl.compat.llama_cpp.core import LlamaCore
 
-L = TypeVar("L", bound="Llama")
+L = TypeVar("L", bound="LlamaCore")
 _ALL_LAYERS = 0x7FFFFFFF
 #: Constructor arguments that a session has under the same names.
 _PLACED = (
@@ -166,7 +166,7 @@ class Adopted:
         if self._is_touched:
             self._give(self.original)
 
-    def release(self, llama: Llama) -> Any:
+    def release(self, llama: LlamaCore) -> Any:
         """Give back what a ``Llama`` of ours holds now; see `Llama.release`."""
         if self._back is None:
             llama.trim()

@@ -33,8 +33,9 @@ IGNORED: Mapping[str, tuple[Any, str]] = {
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "kv_overrides": ((None, {}), "None (write the keys into the file: gguf-set-metadata)"),
     "rope_scaling_type": ((-1, None), "-1, as the file says"),
-    "rope_freq_base": ((0.0,), "0.0, as the file says"),
-    "rope_freq_scale": ((0.0,), "0.0, as the file says"),
+    # LangChain gives 10000 and 1 where its user gives nothing.
+    "rope_freq_base": ((0.0, 10000.0), "0.0, as the file says"),
+    "rope_freq_scale": ((0.0, 1.0), "0.0, as the file says"),
     "yarn_ext_factor": ((-1.0, 0.0), "-1.0, as the file says"),
     "yarn_attn_factor": ((1.0, 0.0), "1.0"),
     "yarn_beta_fast": ((32.0, 0.0), "32.0"),

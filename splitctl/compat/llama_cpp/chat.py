@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from splitctl.compat.llama_cpp import llama_grammar as grammars
 from splitctl.compat.llama_cpp.arguments import ArgumentInvalid
 from splitctl.compat.llama_cpp.llama_types import Json
 
-if TYPE_CHECKING:
-    from splitctl.compat.llama_cpp.llama import Llama
-    from splitctl.compat.llama_cpp.llama_chat_format import ChatFormatter
-
 
 def answer(
-    llama: Llama,
-    formatter: ChatFormatter,
+    llama: Any,
+    formatter: Callable[..., Any],
     messages: Sequence[Json],
     *,
     functions: Sequence[Json] | None = None,
@@ -54,8 +50,8 @@ def answer(
         **arguments,
     )
     if stream:
-        return _stream(found, tool)  # type: ignore[arg-type] # a stream is one
-    return _whole(found, tool)  # type: ignore[arg-type] # without a stream it is an object
+        return _stream(found, tool)
+    return _whole(found, tool)
 
 
 def _texts(stop: str | Sequence[str] | None) -> list[str]:

@@ -18,7 +18,7 @@ from splitctl.compat.llama_cpp.sampling import Bias, StoppingCriteria
 from splitctl.ipc.stop_texts import Text
 
 if TYPE_CHECKING:
-    from splitctl.compat.llama_cpp.llama import Llama
+    from splitctl.compat.llama_cpp.core import LlamaCore
     from splitctl.compat.llama_cpp.llama_types import Json
 
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class _Logprobs:
     """Log probabilities of tokens, as a completion shows them; ``n`` alternatives each."""
 
-    llama: Llama
+    llama: LlamaCore
     n: int
     offset: int
     tokens: list[str] = field(default_factory=list)
@@ -74,7 +74,7 @@ def logits_to_logprobs(logits: NDArray[np.float32] | Sequence[float], axis: int 
 
 
 def complete(
-    llama: Llama,
+    llama: LlamaCore,
     prompt: str | Sequence[int],
     *,
     max_tokens: int | None,
@@ -158,7 +158,7 @@ def complete(
     yield {**_chunk(head, text, marks, finish_reason), "usage": usage}
 
 
-def _prompt(llama: Llama, prompt: str | Sequence[int]) -> list[int]:
+def _prompt(llama: LlamaCore, prompt: str | Sequence[int]) -> list[int]:
     """Return the tokens of a prompt.
 
     Raises:
@@ -181,7 +181,7 @@ def _chunk(head: Json, text: str, marks: _Logprobs | None, finish_reason: str | 
     return {**head, "choices": [{"text": text, "index": 0, "logprobs": found, "finish_reason": finish_reason}]}
 
 
-def _mark_prompt(llama: Llama, marks: _Logprobs, tokens: list[int], sampling: Mapping[str, Any]) -> None:
+def _mark_prompt(llama: LlamaCore, marks: _Logprobs, tokens: list[int], sampling: Mapping[str, Any]) -> None:
     """Read the prompt, and take the log probabilities of its tokens; the first one has none."""
     if sampling.get("reset", True):
         llama.reset()
@@ -192,7 +192,7 @@ def _mark_prompt(llama: Llama, marks: _Logprobs, tokens: list[int], sampling: Ma
         marks.add(token, None if at == begin else llama.scores[n_before + at - 1])
 
 
-def _take_from_cache(llama: Llama, tokens: Sequence[int]) -> None:
+def _take_from_cache(llama: LlamaCore, tokens: Sequence[int]) -> None:
     """Load the state of the cache that begins like these tokens, where it holds more of them than is held now."""
     if llama.cache is None:
         return

@@ -13,7 +13,6 @@ from splitctl.compat.llama_cpp.arguments import ArgumentInvalid
 from splitctl.compat.llama_cpp.llama_types import Json
 
 if TYPE_CHECKING:
-    from splitctl.compat.llama_cpp.llama import Llama
     from splitctl.compat.llama_cpp.sampling import StoppingCriteriaList
 
 #: By name. Sources: the models' own cards.
@@ -179,7 +178,7 @@ def handler_of(name: str, *, bos_token: str, eos_token: str) -> Handler:
 def chat_formatter_to_chat_completion_handler(formatter: ChatFormatter) -> Handler:
     """Make a handler of a formatter."""
 
-    def handler(*, llama: Llama, messages: Sequence[Json], **arguments: Any) -> Json | Iterator[Json]:
+    def handler(*, llama: Any, messages: Sequence[Json], **arguments: Any) -> Json | Iterator[Json]:
         from splitctl.compat.llama_cpp import chat  # noqa: PLC0415 - it uses what stands here
 
         return chat.answer(llama, formatter, messages, **arguments)
