@@ -248,3 +248,12 @@ def test_a_vocabulary_alone_reads_and_writes_texts(library: Library, words_model
         assert words.n_vocab() == llama.n_vocab()
         with pytest.raises(ConfigInvalid, match="vocab_only"):
             words.eval([1])
+
+
+def test_the_program_of_the_page_runs(words_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a small model, and without trials."""
+    page = (Path(__file__).parents[2] / "docs" / "compat.md").read_text(encoding="utf-8")
+    program = page.split("```py\n")[1].split("```")[0]
+    assert program.count('"model.gguf"') == 1
+    exec(program.replace('"model.gguf"', f"{str(words_model)!r}, prober=None"), {})  # noqa: S102 - the page's own
+    assert len(capsys.readouterr().out.splitlines()) >= 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -89,3 +90,13 @@ def test_it_is_put_in_the_place_of_llama_cpp_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "llama_cpp", ModuleType("llama_cpp"))
     with pytest.raises(ImportError, match="before that"):
         compat.install()
+
+
+def test_the_page_names_every_argument_and_what_becomes_of_it() -> None:
+    """Those of the constructor, and those that are ignored or refused."""
+    page = (Path(__file__).parents[3] / "docs" / "compat.md").read_text(encoding="utf-8")
+    rows = page.split("## Constructor arguments")[1].split("## Differences")[0].splitlines()
+    own = set(inspect.signature(Llama.__init__).parameters) - {"self", "others"}
+    for names, word in ((own, "used"), (IGNORED, "ignored"), (REFUSED, "refused")):
+        told = " ".join(row for row in rows if word in row or "not there:" in row or "kept" in row)
+        assert [name for name in names if f"`{name}`" not in told] == []
