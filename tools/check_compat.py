@@ -40,6 +40,8 @@ _NEEDED = (
 _KNOWN = {
     "test_real_model": "uses llama_cpp._internals, the bindings of C functions, not Llama",
     "test_llama_cpp_tokenization": "asks for _ctx.ctx, the address of a C object",
+    "test_llamacpp_streaming": "wants objects of a stream that langchain gives as text",
+    "test_llamacpp_invalid_model_kwargs": "wants an error that langchain itself raises, or does not",
     "test_real_llama": "wants two different draws of a number, and the stand-in for its model is sure of one",
 }
 _EXAMPLES = '''\
