@@ -47,8 +47,9 @@ _LINE_BYTES = 4096
     type=click.Choice([one.value for one in Route]),
     default=Route.AUTO.value,
     show_default=True,
-    help="Where the target is built. beside: in a second process, while the first one serves. in-place: in the process "
-    "that serves, which frees the old placement first. auto: beside where both fit.",
+    help="Who builds the target. beside: a second process, while the first one serves. in-place: the process that "
+    "serves, which frees the old placement first; native: by the library's own call; composed: by a sequence of calls. "
+    "auto: beside where both fit, else native where the build does it right, else composed.",
 )
 @click.option("--dry-run", is_flag=True, help="Say what would happen, and change nothing.")
 @changes_options

@@ -193,6 +193,11 @@ class Engine:
         self.files = tuple(found)
 
     @property
+    def is_stale(self) -> bool:
+        """Whether the model's file is not what it was, and the copy of the weights stands in for it."""
+        return bool(self._stale)
+
+    @property
     def model(self) -> Model | None:
         """The placed model; None where there is none."""
         return self._placed.model if self._placed is not None else None

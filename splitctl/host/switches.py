@@ -21,7 +21,7 @@ from splitctl.errors import Reason, SplitctlError
 from splitctl.host.ledger import ReportWrong
 from splitctl.host.recovery import Loss
 from splitctl.ipc.orders import FitsBeside, Sealed, StageReached, Switched, Trial
-from splitctl.outcome import Route, Stage, StageTimes, SwitchOptions, SwitchOutcome, SwitchStatus, Via
+from splitctl.outcome import Stage, StageTimes, SwitchOptions, SwitchOutcome, SwitchStatus, Via
 from splitctl.placement import Placement
 from splitctl.switching.machine import FALLING_BACK
 
@@ -174,7 +174,7 @@ class Switches:
     def fits_beside(self, report: FitsBeside) -> SwitchRecord:
         """Give the switch of which a worker has said that its target fits beside."""
         switch = self.of(report.order)
-        if switch.is_begun or switch.is_beside or switch.options.via is Route.IN_PLACE:
+        if switch.is_begun or switch.is_beside or not switch.options.via.may_be_beside:
             raise ReportWrong("a switch that fits beside, and nobody had asked")
         return switch
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from splitctl.carry.sampling import SamplerSpec
 from splitctl.engine.engine import LoadedAdapter
 from splitctl.errors import ConfigInvalid
-from splitctl.outcome import Proof
+from splitctl.outcome import Proof, Route
 from splitctl.placement import Placement, number, whole
 
 if TYPE_CHECKING:
@@ -95,6 +95,14 @@ def proof_of(value: object) -> Proof:
         return Proof(value)
     except ValueError as error:
         raise ConfigInvalid("proof", value, "one of " + " ".join(one.value for one in Proof)) from error
+
+
+def route_of(value: object) -> Route:
+    """Read a route, or its word."""
+    try:
+        return Route(value)
+    except ValueError as error:
+        raise ConfigInvalid("via", value, "one of " + " ".join(one.value for one in Route)) from error
 
 
 def timeout_of(value: object) -> float | None:

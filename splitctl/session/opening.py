@@ -23,6 +23,7 @@ from splitctl.probing import VerdictCache
 from splitctl.probing.free_memory import FreeMemoryCheck
 from splitctl.session.storage import Storage
 from splitctl.switching.checking import Checker
+from splitctl.switching.own_call import OwnCall
 from splitctl.switching.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def open_parts(
         return "nobody has compared it with a load from the file"
 
     tiers = Tiers(lambda now, target: memory.beside(now, target, same_process=True).reason, why_no_copy)
-    checker = Checker(library, facts, prober, memory, tiers)
+    checker = Checker(library, facts, prober, memory, tiers, OwnCall())
     reasons = checker.opening(wanted, n_adapters=len(adapters), force=force)
     if reasons:
         raise Refused(reasons)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from llama_native import HandleClosed, Library
 from splitctl.errors import ConfigInvalid, Reason
 from splitctl.ipc.stop_texts import StopTexts
-from splitctl.outcome import Proof, Stage, SwitchOptions, SwitchOutcome, WeightsTier
+from splitctl.outcome import Proof, Route, Stage, SwitchOptions, SwitchOutcome, WeightsTier
 from splitctl.placement import Placement, whole
 from splitctl.session import arguments
 from splitctl.session.decoder import Decoder
@@ -457,8 +457,6 @@ class Session:
         """
         self._refuse_gone()
         target, options = complete(arguments.placement_of(target), self._live.placement), options or SwitchOptions()
-        if not self._live.placement.differs(target):
-            return Checked(target, options)
         return self._checker.switching(self._live, target, options)
 
     def switch(
@@ -468,6 +466,7 @@ class Session:
         proof: Proof = Proof.BYTES,
         convert: bool = True,
         force: bool = False,
+        via: Route = Route.AUTO,
         timeout_s: float | None = 60.0,
         progress: Callable[[Stage, float], None] | None = None,
         checked: Checked | None = None,
@@ -479,6 +478,7 @@ class Session:
             proof: how the restored state is proved, or its word.
             convert: False refuses a target that needs the carry converted.
             force: skip the rules, the probe and what the planner says does not fit; structural checks stay.
+            via: who does the work, or its word: native is refused where it cannot be, auto takes it where it can.
             timeout_s: how long to wait for the token boundary, seconds; None: as long as it takes.
             progress: told the stage and the share of it that is done.
             checked: what :meth:`check` found of this very target, whose options then count; None: it is checked now.
@@ -493,12 +493,12 @@ class Session:
         """
         live, found = self._live, checked
         target, timeout_s = complete(arguments.placement_of(target), live.placement), arguments.timeout_of(timeout_s)
-        proof = arguments.proof_of(proof)
-        options = checked.options if checked is not None else SwitchOptions(proof, convert=convert, force=force)
+        asked = SwitchOptions(arguments.proof_of(proof), convert, force, arguments.route_of(via))
+        options = asked if checked is None else checked.options
 
         def check() -> tuple[Reason, ...]:
             nonlocal found
-            found = found or self.check(target, options)
+            found = self._checker.in_place(live, found or self.check(target, options))
             return found.reasons
 
         def again() -> tuple[Reason, ...]:

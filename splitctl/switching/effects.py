@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from llama_native import CallFailed, DeviceKind, LoadCancelled, NativeError
 from splitctl.engine.weights import Chosen
 from splitctl.errors import Cancelled, CannotConvert, FileChanged, Parked, Reason, SplitctlError, StateUnsound
-from splitctl.outcome import DevicePeak, Proof, Stage, SwitchOptions, WeightsTier
+from splitctl.outcome import DevicePeak, Proof, Stage, SwitchOptions, Via, WeightsTier
 from splitctl.switching.machine import HOUSEKEEPING, Command, EventKind, SwitchEvent
 from splitctl.switching.sealing import SealedState
 from splitctl.switching.transfer import Transfer
@@ -195,6 +195,18 @@ class Effects:
     def weights_reason(self) -> str:
         """Why the weights did not come from where they were wanted from, or why auto took them from there."""
         return self.live.engine.why or self.weights.reason
+
+    @property
+    def via(self) -> Via:
+        """Who is to do the work."""
+        found = self.run.found()
+        return (None if found is None else found.via) or Via.COMPOSED
+
+    @property
+    def via_reason(self) -> str:
+        """Why it is not the library's own call, where that could have been."""
+        found = self.run.found()
+        return "" if found is None else found.via_reason
 
     @property
     def weights(self) -> Chosen:
