@@ -33,6 +33,7 @@ from splitctl.model.facts import ModelFacts, read_facts
 from splitctl.outcome import to_plain
 from splitctl.placement import KV_TYPES, Placement, PlacementInvalid, SplitMode, parse_tensor_split
 from splitctl.probing import VerdictCache
+from splitctl.probing.comparing import nmse_limit, widened
 from splitctl.probing.matrix import cells, sequences
 from splitctl.probing.passage import PASSAGE
 from splitctl.probing.verdicts import shape_of
@@ -279,10 +280,21 @@ def _show(body: dict[str, Any]) -> None:
         table.add_row(*_row(number, found)[: len(columns)])
     console.print(table)
     console.print("* the others are compared with it: NMSE of the logits, how often the top token is the same")
+    for found in body["cells"]:
+        if found.get("nmse_control") is not None:
+            console.print(_control(found), markup=False)
     for number, found in enumerate(body["cells"], start=1):
         said = _said(found)
         if said != found["verdict"]:
             console.print(f"{number}: {one_line(said)}", markup=False)
+
+
+def _control(found: dict[str, Any]) -> str:
+    """Say how far a reference is from itself, and which limit follows."""
+    types = found["type_k"], found["type_v"]
+    limit = widened(nmse_limit(*types), found["nmse_control"])
+    own = f"{'/'.join(types)} differs from itself by {found['nmse_control']:.1e} when it adds in another order"
+    return f"* {own}: the limit is {limit:.3g}"
 
 
 def _row(number: int, found: dict[str, Any]) -> tuple[str, ...]:
