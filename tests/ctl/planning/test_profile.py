@@ -123,11 +123,9 @@ def test_beyond_the_last_point_its_slope_goes_on_and_never_falls() -> None:
 
 
 def test_beyond_the_last_point_noise_is_no_slope() -> None:
-    """What repetitions differ by is not multiplied; a point farther back that is lower for certain gives the slope.
-
-    The numbers are those of 27B on two GPUs: the line through the first and the last one would add 1 s to a switch with
-    64,000 tokens held, and 3 ms to a token.
-    """
+    """What repetitions differ by is not multiplied; a point farther back that is lower for certain gives the slope."""
+    # Measured with 27B on two GPUs: the line through the first and the last would add 1 s to a switch with 64,000 tokens
+    # held, and 3 ms to a token.
     near, far = Step(1, 32, Spread(0.01421, 0.01419, 0.01422, 2)), Step(1, 256, Spread(0.01429, 0.01401, 0.01456, 2))
     mode = MeasuredMode(SplitMode.LAYER, 512, (Read(32, 0, exactly(0.03)),), (near, far))
     assert mode.step_s(1, 10_000) == far.seconds.median
