@@ -41,7 +41,7 @@ from typing import Any
 import cffi
 import numpy as np
 
-from llama_native import Context, Library, Weights, load_user_model, state_get, state_set, state_size
+from llama_native import Context, Library, load_user_model, state_get, state_set, state_size
 from llama_native import library as opened  # the module: the log callback lives there
 from llama_native.context import fill_context_params
 from llama_native.model import fill_model_params
@@ -168,8 +168,7 @@ class BarePinned(Bare):
         placed.context.close()
         placed.model.close()
         laps.append(perf_counter())
-        weights = Weights(copy.metadata_path, copy.data, copy.places)
-        placed.params, placed.model = params, load_user_model(self._library, weights, params)
+        placed.params, placed.model = params, load_user_model(self._library, copy.weights, params)
         laps.append(perf_counter())
         placed.context = context = Context(placed.model, context_params(placement, embeddings=False))
         laps.append(perf_counter())

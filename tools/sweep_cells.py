@@ -155,6 +155,11 @@ class Sweep:
             except NativeError as error:
                 say(cell=cell, status="not-opened", why=str(error))
                 return
+            if self.via is Route.NATIVE and self.copy is not None:
+                # The library's own call takes the bytes from where the model in use was made of.
+                say(cell=cell, stage="loading from the copy")
+                for place in (target, origin):
+                    session.switch(placement_of(place, layout), via=Route.COMPOSED)
             say(cell=cell, stage="switching")
             reasons = self._switch_and_check(session, placement_of(target, layout), cell)
             if reasons is None and self.refused_tier:
@@ -231,8 +236,8 @@ class Sweep:
             need(session.placement == origin, "a refused switch changed the placement")
             self._need_equal(before, self._see(session), "after the refusal")
             if self.via is not Route.COMPOSED:
-                other = session.switch(target, via=Route.COMPOSED)
-                need(other.status is SwitchStatus.REFUSED, f"it is refused by this route alone: {outcome.reason}")
+                composed = session.switch(target, via=Route.COMPOSED)
+                need(composed.status is SwitchStatus.REFUSED, f"it is refused by this route alone: {outcome.reason}")
             self._go_on(session)
             return [[one.code, one.text] for one in outcome.reasons]
         self._need_switched(outcome, "the switch", self.via)

@@ -77,7 +77,7 @@ class Tally:
         return self.passed + self.n_refused + len(self.failed)
 
     def add(self, model: str, told: Mapping[str, Any]) -> None:
-        """Count one cell: its status (passed, refused, failed), its reasons or why, and of a failure whether it died."""
+        """Count one cell: its status (passed, refused, failed), its reasons or why, and whether its process died."""
         self.models.add(model)
         if told["status"] == "passed":
             self.passed += 1
@@ -206,9 +206,8 @@ def _print_table(result: Mapping[str, Any]) -> None:
     """Print the result for people; only the codec's has states and memories."""
     print(f"{result['library']}: {result['models']} models, {result['cells']} cells in {result['seconds']} s")
     states = f" ({result['states']} states)" if "states" in result else ""
-    print(
-        f"passed {result['passed']}{states}, refused {result['refused']}, failed {result['failed']}, died {result['died']}"
-    )
+    passed, refused, failed, died = (result[name] for name in ("passed", "refused", "failed", "died"))
+    print(f"passed {passed}{states}, refused {refused}, failed {failed}, died {died}")
     for code, entry in result["refused_by"].items():
         print(f"  {code}: {entry['cells']} cells of {len(entry['models'])} models, as: {entry['example']}")
     for known, n_cells in result.get("ambiguous", {}).items():

@@ -21,13 +21,12 @@ from llama_native import (
     LoadCancelled,
     Model,
     TensorUnknown,
-    Weights,
     load_user_model,
 )
 from splitctl.engine.engine import context_params, model_params, resolve_threads
 from splitctl.engine.host_copy import HostCopy
-from splitctl.placement import FlashAttn, Placement, SplitMode
-from splitctl.probing.comparing import UNQUANTIZED, Logits, is_sound, nmse, nmse_limit, widened
+from splitctl.placement import Placement, SplitMode
+from splitctl.probing.comparing import Logits, in_another_order, is_sound, nmse, nmse_limit, widened
 from splitctl.probing.computing import (
     SMALL_BYTES,
     ProbeCancelled,
@@ -207,8 +206,7 @@ def _compared(
         params = model_params(where)
         with Model.load(library, path, params, progress=lambda _: stage("reference")) as model:
             embeddings, wanted = _reference(model, where)
-        weights = Weights(copy.metadata_path, copy.data, copy.places)
-        loading = load_user_model(library, weights, params, progress=lambda _: stage("target: loading"))
+        loading = load_user_model(library, copy.weights, params, progress=lambda _: stage("target: loading"))
         with loading as model:
             got, _ = _first_run(model, where, _script(model, where), embeddings=embeddings, stage=None)
     except LoadCancelled as error:
@@ -219,7 +217,7 @@ def _compared(
         return ProbeVerdict(Verdict.FAILS, str(error))
     except CallFailed as error:
         why, is_short = why_failed(error)
-        if is_short or error.function != "llama_model_init_from_user":
+        if is_short or error.function not in {"llama_model_init_from_user", "llama_model_load_from_file_with"}:
             return ProbeVerdict(Verdict.INCONCLUSIVE, f"not enough memory for the try ({why})" if is_short else why)
         return ProbeVerdict(Verdict.FAILS, why)
     finally:
@@ -428,11 +426,8 @@ def _noise(model: Model, placement: Placement, wanted: Sequence[Logits]) -> floa
     of the last bit than others.
     """
     steps = _script(model, placement).before
-    if {placement.type_k, placement.type_v} <= UNQUANTIZED:
-        other = FlashAttn.ON if placement.flash_attn is FlashAttn.OFF else FlashAttn.OFF
-        placement = dataclasses.replace(placement, flash_attn=other)
     try:
-        with _open(model, placement, embeddings=False) as context:
+        with _open(model, in_another_order(placement), embeddings=False) as context:
             rows = np.concatenate(_run(context, [one for step in steps for one in step.singly()], embeddings=False))
     except CallFailed:
         return 0.0

@@ -53,12 +53,14 @@ class OwnCall:
             return f"the library's own call changes the mode and the tensor split alone, and not {', '.join(others)}"
         if engine.adapters:
             return "the library's own call takes no adapters along"
-        if weights is not WeightsTier.FILE or engine.came_from is not WeightsTier.FILE:
-            tier = weights if weights is not WeightsTier.FILE else engine.came_from
-            return f"the library's own call takes the weights from the file, and here they are {tier.value}"
+        reads = engine.own_call_reads
+        if reads is None:
+            return "the library's own call moves no model that was made from metadata"
+        if reads is not weights:
+            return f"the library's own call would take the weights from {reads.value}, and not from {weights.value}"
         if engine.is_stale:
             return "the library's own call reads the model's file, which is not what it was"
-        took_ms = engine.load_ms.get(WeightsTier.FILE, 0.0)
+        took_ms = engine.load_ms.get(reads, 0.0)
         if engine.on_tick is not None and took_ms > LONGEST_SILENCE_MS:
             return f"the library's own call says nothing while it loads, and a load has taken {took_ms / 1e3:,.0f} s"
         if is_asked and force:
