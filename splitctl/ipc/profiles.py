@@ -212,6 +212,21 @@ def keep(kept: KeptProfile, folder: Path | None = None) -> Path:
     return path
 
 
+def fuller(kept: KeptProfile, folder: Path | None = None) -> tuple[KeptProfile, tuple[str, ...]] | None:
+    """Give what is kept of the same key and still holds, if it has what a new one lacks, and that; any process.
+
+    Args:
+        kept: the new one.
+        folder: where profiles are kept; None: in the user's cache folder.
+    """
+    try:
+        old = _read((profiles_folder() if folder is None else folder) / kept.key.file_name)
+    except MessageInvalid:
+        return None
+    lacking = () if old is None or old.driver != kept.driver else kept.profile.lacks(old.profile)
+    return (old, lacking) if old is not None and lacking else None
+
+
 def look_up(
     library: Path,
     facts: ModelFacts,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Self
@@ -28,6 +28,8 @@ _MAX_S = 1e6
 _MAX_RUNS, _MAX_THINGS = 10_000, 1_000
 #: Nothing takes less than a token at the highest rate [s].
 _LEAST_S = 1.0 / MAX_TPS
+#: Measured up to so many times as many tokens counts as deep as this: the next depth that is left out is half as deep.
+_AS_DEEP = 1.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +308,30 @@ class Profile:
         """Name the ways of a switch that were measured, in the order of `cost.TIMED`."""
         return tuple(one for one in TIMED if self.switch(before, after, one) is not None)
 
+    @property
+    def reach(self) -> int:
+        """Most tokens that a sequence held in a measurement of every mode."""
+        return min(one.reach for one in self.modes)
+
+    def lacks(self, other: Profile) -> tuple[str, ...]:
+        """Say what another profile has and this one has not, one phrase each; none if this one is as full.
+
+        What counts is modes, of each of them how many sizes of micro-batches, how deep, how many sequences together and
+        whether it was repeated, and each way and direction of a switch.
+        """
+        found = []
+        for mode in dict.fromkeys(one.mode for one in other.modes):
+            mine, theirs = ([one for one in whose.modes if one.mode is mode] for whose in (self, other))
+            if not mine:
+                found.append(f"{mode.value} mode")
+                continue
+            found += [f"{mode.value} mode {what}" for what in _less(mine, theirs)]
+        directions = dict.fromkeys((one.before, one.after, one.way) for one in other.switches)
+        for before, after, way in directions:
+            if self.switch(before, after, way) is None:
+                found.append(f"{before.value} -> {after.value} {way}")
+        return tuple(found)
+
     def rates(self, work: Work, *, n_seq: int = 1) -> Rates:
         """Give the rates that this work would see, and what its switch would cost.
 
@@ -337,6 +363,22 @@ class Profile:
             timed=Choice(f"{before.value}->{after.value}"),
             way_back_s={way: cost[0] for way, cost in back.items() if cost is not None},
         )
+
+
+def _less(mine: Sequence[MeasuredMode], theirs: Sequence[MeasuredMode]) -> Iterator[str]:
+    """Say what less was measured of one mode."""
+    if len(mine) < len(theirs):
+        yield f"with {len(theirs)} sizes of -ub"
+    reaches = [max(one.reach for one in some) for some in (mine, theirs)]
+    if _AS_DEEP * reaches[0] < reaches[1]:
+        yield f"up to {reaches[1]:,} tokens"
+    together = [max(step.n_seq for one in some for step in one.steps) for some in (mine, theirs)]
+    if together[0] < together[1]:
+        yield f"with {together[1]} sequences"
+    # One repetition says nothing of how far the next one would lie.
+    repeated = [max(read.seconds.n for one in some for read in one.reads) for some in (mine, theirs)]
+    if repeated[0] == 1 < repeated[1]:
+        yield f"in {repeated[1]} repetitions"
 
 
 def _few(name: str, things: Sequence[object]) -> None:
