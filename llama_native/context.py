@@ -288,7 +288,8 @@ class Context(Handle):
 
         self.library.need("native-switch")
         self.note_change()
-        with self.library.calling() as (ffi, lib):
+        # Meanwhile there is no vocabulary to ask.
+        with self.library.calling() as (ffi, lib), self.model._alone():  # noqa: SLF001 - as when the model is freed
             split = tensor_split_array(ffi, lib, tensor_split)
             moved = bool(lib.llama_context_set_split_mode(self.pointer, mode, split))
             if self.model.refill is not None:

@@ -24,6 +24,12 @@ llama_model * llama_split_loaded(
         llama_model * model, const std::string & path, const std::vector<std::string> & splits, const llama_model_params & params);
 void llama_split_freed(const llama_model * model);
 
+// Puts the vocabulary of a model that is made again back into it; false where it is to be read.
+bool llama_split_vocab(llama_model & model);
+
+// A model ends; what stays of it when it is made again is taken out.
+void llama_split_ending(llama_model & model);
+
 // Notes how a context was made; gives the context.
 llama_context * llama_split_made(llama_context * ctx, const llama_context_params & params);
 void llama_split_freed(const llama_context * ctx);
