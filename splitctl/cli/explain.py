@@ -13,7 +13,15 @@ from rich.table import Table
 
 from splitctl.cli.hosts import with_screen
 from splitctl.cli.output import ExitCode, Screen
-from splitctl.cli.profiled import find_profile, profile_json, profile_options, read_rates, source_line
+from splitctl.cli.profiled import (
+    find_profile,
+    measured_with,
+    no_room,
+    profile_json,
+    profile_options,
+    read_rates,
+    source_line,
+)
 from splitctl.errors import ConfigInvalid
 from splitctl.outcome import WeightsTier
 from splitctl.placement import Placement
@@ -90,19 +98,22 @@ def explain(
         return _by_rates(rates_file, work, weights, switch_s, screen)
     if model is None:
         raise click.UsageError("name a model that splitctl bench has measured (-m), or a file of rates (--rates)")
+    why = no_room(placement, prompt + generate, placement.n_seq_max)
+    if why:
+        return screen.fail("ContextFull", why, ExitCode.REFUSED)
     found = find_profile(model, placement, library, rpc)
     kept = found.kept or found.stale
     if kept is None:
         return screen.fail("NoProfile", found.why, ExitCode.FAILED)
     try:
-        advice = advise(kept.profile, work, n_seq=placement.n_seq_max, way=weights, switch_s=switch_s)
+        measured = measured_with(kept.profile, placement)
+        advice = advise(measured, work, n_seq=placement.n_seq_max, way=weights, switch_s=switch_s)
     except ModeNotMeasured as error:
         return screen.fail(type(error).__name__, str(error), ExitCode.FAILED)
     if found.stale is not None:
         screen.line(f"warning: {found.why}")
-    reach = min(one.reach for one in kept.profile.modes)
-    if work.prompt + work.generate > _FAR * reach:
-        screen.line(f"warning: measured up to {reach:,} tokens; beyond that the straight lines go on")
+    if work.prompt + work.generate > _FAR * measured.reach:
+        screen.line(f"warning: measured up to {measured.reach:,} tokens; beyond that the straight lines go on")
     body = advice.to_json() | {"sequences": placement.n_seq_max, "profile": profile_json(found)}
     tables = _tables(advice.comparison, body["tiers"]) if advice.comparison is not None else []
     return screen.answer(body, source_line(kept), *tables, advice.sentence)

@@ -15,7 +15,15 @@ from rich.table import Table
 from splitctl.cli.hosts import with_screen
 from splitctl.cli.output import ExitCode, Screen
 from splitctl.cli.policy_options import bounds_options, way_of
-from splitctl.cli.profiled import find_profile, profile_json, profile_options, read_rates, source_line
+from splitctl.cli.profiled import (
+    find_profile,
+    measured_with,
+    no_room,
+    profile_json,
+    profile_options,
+    read_rates,
+    source_line,
+)
 from splitctl.ipc.jobs import Progress
 from splitctl.outcome import Via, WeightsTier
 from splitctl.placement import Placement, SplitMode
@@ -92,8 +100,9 @@ def replay(
             if kept is None:
                 return screen.fail("NoProfile", found.why, ExitCode.FAILED)
             screen.line(f"warning: {found.why}" if found.kept is None else source_line(kept))
-            way = way or way_of(kept.profile, WeightsTier.FILE)
-            costs = costs_of(kept.profile, way)
+            measured = measured_with(kept.profile, placement)
+            way = way or way_of(measured, WeightsTier.FILE)
+            costs = costs_of(measured, way)
             source = profile_json(found)
         with _opened(trace) as file:
             requests, n_all = read_trace(_lines(file, str(trace)), n_most)
@@ -105,6 +114,10 @@ def replay(
     except (TraceInvalid, ModeNotMeasured) as error:
         where = f"{trace}: " if isinstance(error, TraceInvalid) else ""
         return screen.fail(type(error).__name__, f"{where}{error}", ExitCode.FAILED)
+    longest = max(requests, key=lambda one: one.prompt + one.generated)
+    why = no_room(placement, longest.prompt + longest.generated)
+    if why:
+        return screen.fail("ContextFull", f"{trace}: the longest request is {why}", ExitCode.REFUSED)
     if n_all > n_most:
         screen.line(f"the first {n_most:,} of {n_all:,} requests are replayed; --first says how many")
     screen.line(f"switches are made {MADE[way]}; --way says how")

@@ -282,7 +282,9 @@ class Profile:
         """
         found = [one for one in self.modes if one.mode is mode and n_ubatch in {None, one.n_ubatch}]
         if not found:
-            why = next((one.why for one in self.left_out if one.what == mode.value), "measure it: splitctl bench")
+            names = (mode.value, f"{mode.value} -ub ")
+            left_out = (one.why for one in self.left_out if one.what == names[0] or one.what.startswith(names[1]))
+            why = next(left_out, "measure it: splitctl bench")
             raise ModeNotMeasured("mode", mode.value, why)
         if len(found) == 1:
             return found[0]
