@@ -12,6 +12,8 @@ import pytest
 
 from llama_native import (
     CallFailed,
+    Context,
+    ContextParams,
     Library,
     LoadCancelled,
     ModelParams,
@@ -202,6 +204,54 @@ def test_a_tensor_without_its_data_is_refused_by_name(
     places = {name: place for name, place in {**weights.places, **changed}.items() if place is not None}
     with pytest.raises(TensorUnknown, match=words):
         load_user_model(library, dataclasses.replace(weights, places=places), PARAMS)
+
+
+def _row(context: Context) -> bytes:
+    """The logits of the same tokens in an empty context."""
+    context.clear()
+    context.decode([3, 5, 7], range(3), [0] * 3, [False, False, True])
+    return context.logits(2)
+
+
+@pytest.fixture
+def moved(library: Library, weights: Weights) -> Iterator[tuple[Context, bytes]]:
+    """A context of weights in memory that the library can move by its own call, and a row of it."""
+    if not (library.has("native-switch") and library.has("model-from-file-with")):
+        pytest.skip(f"{library.path} has no call of its own for a switch")
+    with (
+        load_user_model(library, weights, PARAMS) as model,
+        Context(model, ContextParams(n_ctx=64, n_threads=1)) as context,
+    ):
+        yield context, _row(context)
+
+
+def test_bytes_are_given_to_the_placement_that_is_there(moved: tuple[Context, bytes]) -> None:
+    """After a call that failed those it asked for first are gone, and only the old placement's again are filled."""
+    context, wanted = moved
+    refill, context.model.refill = context.model.refill, None
+    assert refill is not None
+    for mode in (SplitMode.NONE, SplitMode.LAYER):
+        assert context.native_switch(mode.value, None)
+    refill(False)
+    assert _row(context) == wanted
+    context.model.refill = refill
+    assert context.native_switch(SplitMode.NONE.value, None)
+    assert _row(context) == wanted
+
+
+def test_a_call_that_asks_for_too_little_is_not_trusted(moved: tuple[Context, bytes]) -> None:
+    """A model with tensors that hold anything is an error and not an answer."""
+    context, _ = moved
+    refill = context.model.refill
+
+    def with_less(has_moved: bool) -> None:
+        del made.tensors[0]
+        made.fill_again(has_moved)
+
+    made = refill.__self__  # type: ignore[union-attr]
+    context.model.refill = with_less
+    with pytest.raises(CallFailed, match=r"asked for the bytes of \d+ tensors, and before for those of \d+"):
+        context.native_switch(SplitMode.NONE.value, None)
 
 
 @pytest.mark.parametrize(

@@ -443,6 +443,23 @@ def test_the_library_s_own_call_takes_the_bytes_of_the_copy(
         assert tuple(_ids(session, 12, SEEDED)) == straight[:12]
 
 
+def test_bytes_that_cannot_be_given_again_end_in_the_old_placement(own: Opener, straight: tuple[int, ...]) -> None:
+    """What the library has placed is freed, the file serves, and no token is lost."""
+    session = own()
+    session.prefill(session.tokenize(PROMPT))
+    first = session.placement
+    _switched(session, first.changed(**OTHER_SHARES))
+    tokens = _ids(session, 6, SEEDED)
+    copy = session._live.engine.copy
+    assert copy is not None
+    del copy.places["output_norm.weight"]
+    outcome = session.switch(first, via=Route.NATIVE)
+    assert (outcome.status, outcome.stage) == (SwitchStatus.FELL_BACK, Stage.SWITCHING_NATIVELY)
+    assert "output_norm.weight, which the file has not" in outcome.reason
+    assert session.placement == first.changed(**OTHER_SHARES)
+    assert (*tokens, *_ids(session, 6)) == straight[:12]
+
+
 def test_auto_leaves_a_model_of_the_copy_to_the_library_s_own_call(own: Opener, open_session: Opener) -> None:
     """From the second switch on, with the tokens and the logits of a session on the file, in tensor mode too."""
     copied, loaded = own(), open_session()

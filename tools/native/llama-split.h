@@ -37,7 +37,8 @@ LLAMA_API const char * llama_split_mode_name(enum llama_split_mode mode);
 // Loads a model whose tensors are those of the file, and asks the caller for their bytes: set_tensor_data is called once
 // for each tensor, by the loading thread, and may return before the bytes are there; nobody reads them before the first
 // decode. It is called again whenever the model is placed in another split mode, so it and its userdata stay valid as
-// long as the model lives.
+// long as the model lives. A call that fails places the model twice: the tensors that were asked for first are gone, and
+// those of the old mode, as many as when it was placed before, come last.
 LLAMA_API struct llama_model * llama_model_load_from_file_with(
         const char * path_model,
         struct llama_model_params params,
