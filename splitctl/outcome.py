@@ -132,7 +132,7 @@ class Via(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Time spent in each stage, ms; None where the stage did not run or the library hides it."""
+    """Time spent in each stage, ms; None where the stage did not run, or the library's own call hides it."""
 
     quiescing: float | None = None
     checking: float | None = None
@@ -142,6 +142,7 @@ class StageTimes:
     placing: float | None = None
     building: float | None = None
     restoring: float | None = None
+    switching_natively: float | None = None
     proving: float | None = None
 
 
@@ -293,6 +294,7 @@ class SwitchOutcome:
         """Say how fast each stage moved what it moves, GB/s (1e9 bytes); None where it moved nothing."""
         n_state = None if self.state_bytes is None else self.state_bytes - (self.ahead_bytes or 0)
         moved: dict[str, int | None] = dict.fromkeys(("saving", "sealing", "restoring", "proving"), n_state)
+        moved["switching_natively"] = self.weight_bytes
         moved["placing"] = self.weight_bytes if self.weights is not WeightsTier.RESIDENT else None
         rates: dict[str, Json] = {}
         for one in fields(StageTimes):

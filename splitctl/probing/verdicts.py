@@ -116,7 +116,8 @@ class ProbeKey:
         many_sequences: whether the context holds more than one sequence.
         kv_unified: whether they share one stream.
         rpc: the servers behind RPC devices, whose names do not tell them apart.
-        copy: of a model that is made from a copy of its weights, with how many layers on devices; else empty.
+        trial: what was tried other than the placement itself: a load from a copy of the weights, with how many layers
+            on devices, or the library's own call, from where; else empty.
     """
 
     build: str
@@ -130,7 +131,7 @@ class ProbeKey:
     many_sequences: bool
     kv_unified: bool
     rpc: tuple[str, ...] = ()
-    copy: str = ""
+    trial: str = ""
 
     @classmethod
     def of(
@@ -170,7 +171,7 @@ class ProbeKey:
     def text(self) -> str:
         """Give the key as text, a JSON array; equal keys have equal texts."""
         told = [getattr(self, field.name) for field in dataclasses.fields(self)]
-        return json.dumps(told if self.copy else told[:-1])
+        return json.dumps(told if self.trial else told[:-1])
 
 
 def build_id(library: Path) -> str:

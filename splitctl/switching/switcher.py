@@ -177,7 +177,7 @@ class Switcher:
         spent = (self._clock() - started) * 1e3
         if stage.value in _TIMED and command not in machine.HOUSEKEEPING:
             self._ms[stage.value] = self._ms.get(stage.value, 0.0) + spent
-        elif command not in machine.HOUSEKEEPING and stage is not Stage.SWITCHING_NATIVELY:
+        elif command not in machine.HOUSEKEEPING:
             self._fallback_ms = (self._fallback_ms or 0.0) + spent
         kept = self.effects.transfer.kept
         if kept is not None:
