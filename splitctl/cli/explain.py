@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
-from rich.markup import escape
 from rich.table import Table
 
+from splitctl.cli.grids import Grid, stdout_width, table_of
 from splitctl.cli.hosts import with_screen
 from splitctl.cli.output import ExitCode, Screen
 from splitctl.cli.profiled import (
@@ -148,10 +148,7 @@ def _tables(comparison: Comparison, tiers: Mapping[str, Mapping[str, Any]]) -> l
 
 
 def _table(comparison: Comparison) -> Table:
-    table = Table()
-    table.add_column("choice")
-    for name in ("prompt", "switch", "generate", "total"):
-        table.add_column(escape(f"{name} [s]"), justify="right")
+    rows = []
     work, rates = comparison.work, comparison.rates
     for choice in Choice:
         mark = "*" if choice is comparison.best else " "
@@ -161,23 +158,24 @@ def _table(comparison: Comparison) -> Table:
         if choice.is_switch:
             generating += work.generate * rates.after_switch_ms / 1e3
         total = f"{comparison.seconds[choice]:,.1f}"
-        table.add_row(f"{mark} {choice.value}", f"{reading:,.1f}", switching, f"{generating:,.1f}", total)
-    return table
+        rows.append((f"{mark} {choice.value}", f"{reading:,.1f}", switching, f"{generating:,.1f}", total))
+    columns = ("choice", "prompt [s]", "switch [s]", "generate [s]", "total [s]")
+    return table_of(Grid("", columns, tuple(rows), spare=columns[3:0:-1]), stdout_width())
 
 
 def _tiers_table(tiers: Mapping[str, Mapping[str, Any]]) -> Table:
     """Lay out from how long a prompt and answer on a switch pays, by the tier of its weights."""
-    table = Table()
-    table.add_column("weights")
-    for name in ("switch [s]", "a token [ms]", "prompt >", "answer >", "total [s]"):
-        table.add_column(escape(name), justify="right")
+    rows = []
     for tier, one in tiers.items():
         even, seconds = one["break_even"], one["seconds"]
-        table.add_row(
-            tier,
-            f"{one['switch_s']:,.2f}",
-            f"{one['ms_per_token']:g}",
-            *("never" if even[name] is None else f"{even[name]:,}" for name in ("prompt", "generate")),
-            "-" if seconds is None else f"{seconds:,.1f}",
+        rows.append(
+            (
+                tier,
+                f"{one['switch_s']:,.2f}",
+                f"{one['ms_per_token']:g}",
+                *("never" if even[name] is None else f"{even[name]:,}" for name in ("prompt", "generate")),
+                "-" if seconds is None else f"{seconds:,.1f}",
+            )
         )
-    return table
+    columns = ("weights", "switch [s]", "a token [ms]", "prompt >", "answer >", "total [s]")
+    return table_of(Grid("", columns, tuple(rows), spare=("a token [ms]", "total [s]")), stdout_width())

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import IO, Any
 
 import click
-from rich.markup import escape
 from rich.table import Table
 
+from splitctl.cli.grids import Grid, stdout_width, table_of
 from splitctl.cli.hosts import with_screen
 from splitctl.cli.output import ExitCode, Screen
 from splitctl.cli.policy_options import bounds_options, way_of
@@ -174,20 +174,21 @@ def _lines(file: IO[bytes], name: str) -> Iterator[str]:
 
 
 def _table(compared: Comparison) -> Table:
-    table = Table()
-    table.add_column("")
-    for name in ("total [s]", "wait mean", "95 %", "max", "first token 95 %", "switches", "regret"):
-        table.add_column(escape(name), justify="right")
+    columns = ("", "total [s]", "wait mean", "95 %", "max", "first token 95 %", "switches", "regret")
+    rows = []
     for one in compared.courses:
         told = one.to_json(compared.oracle)
         wait = told["wait_s"]
         regret = told["regret_s"]
-        table.add_row(
-            one.name,
-            f"{one.busy_s:,.1f}",
-            *(f"{wait[name]:,.1f}" for name in ("mean", "p95", "max")),
-            f"{told['first_token_s']['p95']:,.1f}",
-            f"{len(one.switched_at):,}",
-            "-" if regret is None else f"{regret:,.1f}",
+        rows.append(
+            (
+                one.name,
+                f"{one.busy_s:,.1f}",
+                *(f"{wait[name]:,.1f}" for name in ("mean", "p95", "max")),
+                f"{told['first_token_s']['p95']:,.1f}",
+                f"{len(one.switched_at):,}",
+                "-" if regret is None else f"{regret:,.1f}",
+            )
         )
-    return table
+    spare = ("first token 95 %", "max", "95 %", "regret", "wait mean")
+    return table_of(Grid("", columns, tuple(rows), spare=spare), stdout_width())

@@ -228,7 +228,7 @@ def test_a_picture_without_matplotlib_names_the_extra(
     assert main(["bench", "-m", "x"]) == ExitCode.FAILED
 
 
-def test_a_narrow_terminal_gets_the_first_columns(
+def test_a_narrow_terminal_gets_fewer_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A terminal of 80 columns shows every line whole, without the stages; a file has them all."""
