@@ -293,7 +293,7 @@ class Context(Handle):
             split = tensor_split_array(ffi, lib, tensor_split)
             moved = bool(lib.llama_context_set_split_mode(self.pointer, mode, split))
             if self.model.refill is not None:
-                self.model.refill(moved)
+                self.model.refill()
             return moved
 
 

@@ -310,19 +310,16 @@ class _Made:
             if go_on(0.0):
                 _upload(self._lib, uploads, go_on, self._n_threads)
 
-    def fill_again(self, moved: bool) -> None:  # noqa: FBT001 - what the call returned
-        """Upload them again where the library has placed the model anew: as it was asked (``moved``), or as before.
+    def fill_again(self) -> None:
+        """Upload them again where the library has placed the model anew, as it was asked to or as before.
 
         Raises:
             CallFailed: it has not asked for all of them.
         """
-        if not moved:
-            # What it asked for before the last of them is of a placement that is gone.
-            del self.tensors[: -len(self._placed)]
         if not self.tensors:
             return
         now, before = self._names(self.tensors), self._placed
-        if set(now) != set(before) or (not moved and sorted(now) != sorted(before)):
+        if set(now) != set(before):
             told = f"it has asked for the bytes of {len(now)} tensors, and before for those of {len(before)}"
             raise CallFailed("llama_context_set_split_mode", None, (told,))
         self.fill()

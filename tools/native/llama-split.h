@@ -35,10 +35,9 @@ LLAMA_API enum llama_split_mode llama_model_get_split_mode(const struct llama_mo
 LLAMA_API const char * llama_split_mode_name(enum llama_split_mode mode);
 
 // Loads a model whose tensors are those of the file, and asks the caller for their bytes: set_tensor_data is called once
-// for each tensor, by the loading thread, and may return before the bytes are there; nobody reads them before the first
-// decode. It is called again whenever the model is placed in another split mode, so it and its userdata stay valid as
-// long as the model lives. A call that fails places the model twice: the tensors that were asked for first are gone, and
-// those of the old mode, as many as when it was placed before, come last.
+// for each tensor, by the calling thread, when nothing can fail any more, and may return before the bytes are there;
+// nobody reads them before the first decode. It is called again in each call that places the model anew, for what is there
+// at its end: the new placement, or the old one made again. So it and its userdata stay valid as long as the model lives.
 LLAMA_API struct llama_model * llama_model_load_from_file_with(
         const char * path_model,
         struct llama_model_params params,
