@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import resource
+import shutil
 import struct
 import sys
 import threading
@@ -35,6 +36,7 @@ from llama_native import (
     state_size,
 )
 from llama_native.user_model import MetaKind, MetaValue, TensorSlot
+from splitctl.model.header import read_header
 from tools.children import say
 from tools.gguf_out import write_gguf
 
@@ -487,6 +489,25 @@ def part_kept(library: Library, job: Mapping[str, Any]) -> Iterator[str]:
     place.check("there and back")
     yield f"vocabulary, texts and template lie where they lay; another thread tokenized {len(others)} times meanwhile"
     place.model.close()
+    yield _without_the_file(library, job)
+
+
+def _without_the_file(library: Library, job: Mapping[str, Any]) -> str:
+    """Weights go from tensor to tensor where both placements fit: the data of the file may be lost meanwhile."""
+    copy = Path(job["folder"]) / "copy.gguf"
+    shutil.copyfile(job["model"], copy)
+    place = Place(library, str(copy), SplitMode.LAYER, load_mode=LoadMode.READ)
+    place.learn(SplitMode.TENSOR, SplitMode.LAYER)
+    header = read_header(copy)
+    n_bytes = copy.stat().st_size
+    os.truncate(copy, header.data_offset)
+    os.truncate(copy, n_bytes)
+    for mode in (SplitMode.TENSOR, SplitMode.LAYER, SplitMode.TENSOR):
+        need(place.switch(mode), f"no switch to {mode.name} without the file's data")
+        place.check(f"to {mode.name} without the file's data")
+    place.model.close()
+    copy.unlink()
+    return "there, back and there again with nothing but zeros in the file"
 
 
 _PARTS: Mapping[str, Callable[[Library, Mapping[str, Any]], Iterator[str]]] = {

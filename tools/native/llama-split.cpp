@@ -22,6 +22,10 @@
 #include "ggml-backend.h"
 #include "ggml-cpp.h"
 
+// of ggml-backend-meta.cpp
+GGML_API size_t ggml_backend_meta_copy_room(const ggml_tensor * src, const ggml_tensor * dst);
+GGML_API void   ggml_backend_meta_copy_tensor(const ggml_tensor * src, ggml_tensor * dst, void * host, size_t host_size);
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -128,6 +132,7 @@ struct load_record {
 
     llama_model_set_tensor_data_t set_tensor_data = nullptr;
     void *                        userdata        = nullptr;
+    std::vector<ggml_tensor *>    asked; // tensors of the last placing, whose bytes are the caller's
 
     load_record(const std::string & path, const std::vector<std::string> & splits, const llama_model_params & from)
         : path(path), splits(splits), params(from) {
@@ -182,7 +187,15 @@ std::unordered_map<const llama_context *, context_record>            contexts;
 
 // ---- bytes of tensors ----
 
-thread_local const load_record * from_caller = nullptr;
+thread_local load_record * from_caller = nullptr;
+
+// Asks the caller for the bytes of a placement that nothing can undo any more.
+void ask_caller(load_record & record) {
+    for (ggml_tensor * tensor : record.asked) {
+        record.set_tensor_data(tensor, record.userdata);
+    }
+    record.asked.clear();
+}
 
 // ---- a model that is being moved ----
 
@@ -219,6 +232,11 @@ struct moving {
     std::vector<std::string>                     classifier_labels;
     bool                                         has_texts = false;
 
+    // The weights of the model that was there, while both fit on the devices.
+    std::unordered_multimap<std::string, ggml_tensor *> weights;
+    void *                                              buffers = nullptr;
+    void                                              (*free_buffers)(void *) = nullptr;
+
     // what loading takes for a moment, so that the way back is open
     std::unique_ptr<char[]> reserve;
 
@@ -227,7 +245,10 @@ struct moving {
     moving(const moving &) = delete;
 
     void swap_texts();
+    void keep_weights();
+    void free_weights();
     bool place(const placement & where, way how);
+    bool place_new();
 };
 
 thread_local moving * now = nullptr;
@@ -269,10 +290,17 @@ bool llama_split_vocab(llama_model & model) {
     return true;
 }
 
-void llama_split_ending(llama_model & model) {
-    if (now && now->model == &model && !now->has_texts) {
-        now->swap_texts();
+bool llama_split_ending(llama_model & model, void * buffers, void (*free_buffers)(void *)) {
+    if (!now || now->model != &model || now->has_texts) {
+        return false;
     }
+    now->swap_texts();
+    if (now->weights.empty() || now->buffers) {
+        return false;
+    }
+    now->buffers      = buffers;
+    now->free_buffers = free_buffers;
+    return true;
 }
 
 void llama_split_freed(const llama_model * model) {
@@ -315,25 +343,95 @@ llama_split_inside::~llama_split_inside() {
     }
 }
 
-bool llama_split_from_caller(ggml_tensor * tensor) {
-    if (!from_caller) {
+// A buffer whose tensors can be read and copied as they are.
+static bool is_plain(const ggml_tensor & tensor) {
+    const auto buft = ggml_backend_buffer_get_type(tensor.buffer);
+    const auto dev  = ggml_backend_buft_get_device(buft);
+    return ggml_backend_buft_is_host(buft) || (dev && ggml_backend_dev_buffer_type(dev) == buft);
+}
+
+bool llama_split_given(ggml_tensor * tensor, llama_split_uploads & uploads) {
+    if (from_caller) {
+        from_caller->asked.push_back(tensor);
+        return true;
+    }
+    // one without a buffer is about to be mapped
+    if (!now || !now->buffers || !tensor->buffer) {
         return false;
     }
-    from_caller->set_tensor_data(tensor, from_caller->userdata);
+    const ggml_tensor * best = nullptr;
+    const auto found = now->weights.equal_range(ggml_get_name(tensor));
+    for (auto one = found.first; one != found.second; ++one) {
+        const ggml_tensor * from = one->second;
+        if (from->type == tensor->type && ggml_are_same_shape(from, tensor) && is_plain(*from)) {
+            const bool is_nearer = ggml_backend_buffer_get_type(from->buffer) == ggml_backend_buffer_get_type(tensor->buffer);
+            best = !best || is_nearer ? from : best;
+        }
+    }
+    if (!best) {
+        return false;
+    }
+    if (ggml_backend_buffer_is_host(best->buffer)) {
+        uploads.put(tensor, best->data, ggml_nbytes(best));
+        return true;
+    }
+    if (!is_plain(*tensor) || ggml_backend_meta_copy_room(best, tensor) == 0) {
+        return false;
+    }
+    uploads.put(tensor, best);
     return true;
 }
 
 struct llama_split_uploads::impl {
     struct job {
-        ggml_tensor * tensor;
-        const void *  data;
-        size_t        size;
+        ggml_tensor *       tensor;
+        const void *        data; // nullptr: those of `from`
+        size_t              size;
+        const ggml_tensor * from;
+    };
+
+    // Host memory that copies go through.
+    struct staging {
+        ggml_backend_buffer_ptr buffer;
+
+        void do_job(const job & one) {
+            if (one.data) {
+                ggml_backend_tensor_set(one.tensor, one.data, 0, one.size);
+                return;
+            }
+            const size_t room = ggml_backend_meta_copy_room(one.from, one.tensor);
+            if (!buffer || ggml_backend_buffer_get_size(buffer.get()) < room) {
+                // as much as hides the cost of a call
+                const size_t size = std::max<size_t>(room, std::min<size_t>(one.size, 16 << 20));
+                buffer.reset();
+                buffer.reset(ggml_backend_buft_alloc_buffer(host_buft(*one.from, *one.tensor), size));
+                if (!buffer) {
+                    throw std::bad_alloc();
+                }
+            }
+            ggml_backend_meta_copy_tensor(
+                one.from, one.tensor, ggml_backend_buffer_get_base(buffer.get()), ggml_backend_buffer_get_size(buffer.get()));
+        }
+
+        // One that the devices reach best.
+        static ggml_backend_buffer_type_t host_buft(const ggml_tensor & from, const ggml_tensor & to) {
+            for (const auto * tensor : {&from, &to}) {
+                auto * dev  = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(tensor->buffer));
+                auto * buft = dev && ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_META
+                                  ? ggml_backend_dev_host_buffer_type(dev) : nullptr;
+                if (buft) {
+                    return buft;
+                }
+            }
+            return ggml_backend_cpu_buffer_type();
+        }
     };
 
     std::mutex               mutex;
     std::condition_variable  ready;
     std::deque<job>          jobs;
     std::vector<std::thread> threads;
+    staging                  own_staging;
     std::exception_ptr       failed;
     bool                     is_over = false;
 
@@ -349,6 +447,7 @@ struct llama_split_uploads::impl {
     }
 
     void do_jobs() {
+        staging                      through;
         std::unique_lock<std::mutex> lock(mutex);
         for (;;) {
             ready.wait(lock, [this] { return is_over || !jobs.empty(); });
@@ -360,7 +459,7 @@ struct llama_split_uploads::impl {
             lock.unlock();
             std::exception_ptr error;
             try {
-                ggml_backend_tensor_set(one.tensor, one.data, 0, one.size);
+                through.do_job(one);
             } catch (...) {
                 error = std::current_exception();
             }
@@ -370,6 +469,32 @@ struct llama_split_uploads::impl {
                 jobs.clear();
             }
         }
+    }
+
+    static bool is_rpc(const ggml_tensor * tensor) {
+        return strstr(ggml_backend_buft_name(ggml_backend_buffer_get_type(tensor->buffer)), "RPC");
+    }
+
+    void put(const job & one) {
+        constexpr size_t MIN_BYTES = 1 << 16; // smaller ones are not worth a hand-over
+
+        // an RPC server has one socket
+        const bool by_thread = one.size >= MIN_BYTES && !is_rpc(one.tensor) && !(one.from && is_rpc(one.from));
+        if (by_thread && threads.size() < N_UPLOADERS) {
+            try {
+                auto * me = aborts_throw ? &uploaders[threads.size()] : nullptr;
+                threads.emplace_back([this, me] { work(me); });
+            } catch (const std::system_error &) {
+                // as many as there are do it
+            }
+        }
+        if (!by_thread || threads.empty()) {
+            own_staging.do_job(one);
+            return;
+        }
+        std::lock_guard<std::mutex> lock(mutex);
+        jobs.push_back(one);
+        ready.notify_one();
     }
 
     void end() {
@@ -396,27 +521,11 @@ llama_split_uploads::~llama_split_uploads() {
 }
 
 void llama_split_uploads::put(ggml_tensor * tensor, const void * data, size_t size) {
-    constexpr size_t MIN_BYTES = 1 << 16; // smaller ones are not worth a hand-over
+    pimpl->put({tensor, data, size, nullptr});
+}
 
-    auto & self = *pimpl;
-    const char * where = ggml_backend_buft_name(ggml_backend_buffer_get_type(tensor->buffer));
-    // an RPC server has one socket
-    const bool by_thread = size >= MIN_BYTES && !strstr(where, "RPC");
-    if (by_thread && self.threads.size() < N_UPLOADERS) {
-        try {
-            auto * me = aborts_throw ? &uploaders[self.threads.size()] : nullptr;
-            self.threads.emplace_back([&self, me] { self.work(me); });
-        } catch (const std::system_error &) {
-            // as many as there are do it
-        }
-    }
-    if (!by_thread || self.threads.empty()) {
-        ggml_backend_tensor_set(tensor, data, 0, size);
-        return;
-    }
-    std::lock_guard<std::mutex> lock(self.mutex);
-    self.jobs.push_back({tensor, data, size});
-    self.ready.notify_one();
+void llama_split_uploads::put(ggml_tensor * tensor, const ggml_tensor * from) {
+    pimpl->put({tensor, nullptr, ggml_nbytes(from), from});
 }
 
 void llama_split_uploads::wait() {
@@ -692,7 +801,66 @@ moving::moving(llama_model * model, std::shared_ptr<load_record> record, llama_s
     now = this;
 }
 
-moving::~moving() { now = nullptr; }
+moving::~moving() {
+    free_weights();
+    now = nullptr;
+}
+
+void moving::free_weights() {
+    if (buffers) {
+        free_buffers(buffers);
+    }
+    buffers = nullptr;
+    weights.clear();
+}
+
+// Notes the weights of a model that is about to end, if there is room on the devices for those of the new one beside them.
+void moving::keep_weights() {
+    // layers are shared out by what is free, which is another thing beside weights that lie unevenly
+    const bool is_even = to.mode == LLAMA_SPLIT_MODE_TENSOR || !to.shares.empty() ||
+                         (from.mode == LLAMA_SPLIT_MODE_TENSOR && from.shares.empty());
+    if (!is_even || record->set_tensor_data) {
+        return;
+    }
+    // room for all of it on each: some devices are one another's memory
+    const size_t wanted = model->size() + model->size() / 8 + (256u << 20);
+    std::vector<ggml_backend_dev_t> devices = record->devices;
+    if (devices.empty()) {
+        for (size_t i = 0; i < ggml_backend_dev_count(); ++i) {
+            devices.push_back(ggml_backend_dev_get(i));
+        }
+    }
+    for (auto * dev : devices) {
+        size_t free = 0, total = 0;
+        if (dev) {
+            ggml_backend_dev_memory(dev, &free, &total);
+            if (free < wanted) {
+                return;
+            }
+        }
+    }
+    try {
+        for (const auto & [name, tensor] : model->tensors_by_name) {
+            if (tensor->buffer) {
+                weights.emplace(name, tensor);
+            }
+        }
+    } catch (const std::bad_alloc &) {
+        weights.clear();
+    }
+}
+
+// Makes the new placement; the old weights are given back with it.
+bool moving::place_new() {
+    const bool has_weights = buffers;
+    bool is_placed = place(to, way::AS_IT_WAS);
+    free_weights();
+    if (!is_placed && has_weights) {
+        // beside the old weights there was no room, or they were not to be read
+        is_placed = place(to, way::AS_IT_WAS);
+    }
+    return is_placed;
+}
 
 void moving::swap_texts() {
     llama_split_access::swap(vocab, model->vocab);
@@ -705,6 +873,7 @@ void moving::swap_texts() {
 bool moving::place(const placement & where, way how) {
     const placing here(model_place, model);
     from_caller = record->set_tensor_data ? record.get() : nullptr;
+    record->asked.clear();
     llama_model * made = nullptr;
     try {
         ggml_backend_dev_t no_device = nullptr;
@@ -826,18 +995,21 @@ bool llama_context_set_split_mode(llama_context * ctx, llama_split_mode mode, co
         return true;
     }
     const auto state = llama_split_access::memory_of(*ctx);
-    auto       seen  = llama_split_access::take(*ctx, record);
+    move.keep_weights();
+    auto seen = llama_split_access::take(*ctx, record);
 
     // nothing is refused from here on, and nothing throws
     ctx->~llama_context();
     model->~llama_model();
-    if (move.place(move.to, way::AS_IT_WAS)) {
+    if (move.place_new()) {
         if (build(ctx, model, seen, state)) {
+            ask_caller(*loaded);
             return true;
         }
         model->~llama_model();
     }
     go_back(move, __func__, [&] { return build(ctx, model, seen, state); });
+    ask_caller(*loaded);
     return false;
 } catch (const std::exception & error) {
     return refuse(__func__, error.what());
@@ -863,11 +1035,14 @@ bool llama_model_set_split_mode(llama_model * model, llama_split_mode mode, cons
     if (move.from == move.to) {
         return true;
     }
+    move.keep_weights();
     model->~llama_model();
-    if (move.place(move.to, way::AS_IT_WAS)) {
+    if (move.place_new()) {
+        ask_caller(*loaded);
         return true;
     }
     go_back(move, __func__, [] { return true; });
+    ask_caller(*loaded);
     return false;
 } catch (const std::exception & error) {
     return refuse(__func__, error.what());
@@ -898,10 +1073,18 @@ llama_model * llama_model_load_from_file_with(
     source.userdata        = userdata;
 
     struct asking {
-        explicit asking(const load_record & source) { from_caller = &source; }
+        explicit asking(load_record & source) { from_caller = &source; }
         ~asking() { from_caller = nullptr; }
-    } const asked(source);
-    return llama_model_load_from_file(path_model, params);
+    };
+    llama_model * model;
+    {
+        const asking now_asked(source);
+        model = llama_model_load_from_file(path_model, params);
+    }
+    if (model) {
+        ask_caller(source);
+    }
+    return model;
 } catch (const std::exception & error) {
     say(__func__, "", error.what());
     return nullptr;
