@@ -101,10 +101,15 @@ class DevicesRequest:
 
 @dataclass(frozen=True, slots=True)
 class DoctorRequest:
-    """Say which library would be used, why, and what it can do."""
+    """Say which library would be used, why, and what it can do.
+
+    Attributes:
+        model: of which it is said what is known of the library's own call; None: of none.
+    """
 
     library: Path | None
     rpc: tuple[str, ...] = ()
+    model: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

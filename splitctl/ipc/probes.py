@@ -16,6 +16,7 @@ from splitctl.model.identity import model_digest, statuses
 from splitctl.placement import Placement, SplitMode
 from splitctl.places import cache_folder
 from splitctl.probing import ProbeKey, ProbeVerdict, Verdict, VerdictCache, is_of_the_target, verdict_of_death
+from splitctl.probing.verdicts import OWN_CALL
 
 #: A trial that says nothing for so long hangs [seconds]; a step of it is a load, or a few tokens.
 DEADLINE_S = 300.0
@@ -143,7 +144,7 @@ class Prober:
         key = ProbeKey.of(self.library, facts, placement, self.device_names, self.rpc)
         if moved_from is not None:
             shares = ":".join(map(str, moved_from.normalise().tensor_split or ())) or "even"
-            return replace(key, trial=f"moved from {moved_from.mode.value} {shares}, {placement.n_gpu_layers} layers")
+            return replace(key, trial=f"{OWN_CALL} {moved_from.mode.value} {shares}, {placement.n_gpu_layers} layers")
         return replace(key, trial=f"{placement.n_gpu_layers} layers") if of_copy else key
 
     def _try(self, request: ProbeRequest) -> ProbeVerdict:

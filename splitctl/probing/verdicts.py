@@ -48,6 +48,9 @@ class Verdict(enum.Enum):
     INCONCLUSIVE = "inconclusive"
 
 
+#: How a key begins to say that the library's own call was tried.
+OWN_CALL = "moved from"
+
 #: Verdicts that hold for every model of a shape, whatever its weights.
 _OF_THE_SHAPE = frozenset({Verdict.OK, Verdict.DIES})
 
@@ -244,6 +247,29 @@ class VerdictCache:
             return ProbeVerdict.from_json(plain, remembered=True)
         except ValueError:
             return None
+
+    def own_calls(self, build: str, shape: str, weights: Callable[[], str] = str) -> Iterator[dict[str, Any]]:
+        """Give what is known of the library's own call for a build and a shape of model.
+
+        Args:
+            build: which library, as a key has it.
+            shape: what the model's header says, as a key has it.
+            weights: gives what tells the model's files from all others; called only where that matters.
+
+        Yields:
+            Keys mode, devices, tensor_split, trial (from where), verdict and why, in plain values.
+        """
+        names = [field.name for field in dataclasses.fields(ProbeKey)]
+        for text, plain in self._read().items():
+            try:
+                told, end = json.JSONDecoder().raw_decode(text)
+                key, found = dict(zip(names, told, strict=True)), ProbeVerdict.from_json(plain).to_json()
+            except (TypeError, ValueError):
+                continue
+            is_asked = (key["build"], key["shape"]) == (build, shape) and key["trial"].startswith(OWN_CALL)
+            if is_asked and (end == len(text) or text[end:] == f"@{weights()}"):
+                told = {name: key[name] for name in ("mode", "devices", "tensor_split", "trial")}
+                yield told | {"verdict": found["verdict"], "why": found["why"]}
 
     def put(self, key: ProbeKey, verdict: ProbeVerdict, weights: Callable[[], str] = str) -> bool:
         """Keep a verdict in place of an earlier one, unless it is inconclusive; tells whether it was kept.

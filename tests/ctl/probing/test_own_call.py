@@ -11,9 +11,11 @@ import pytest
 from llama_native import Library
 from splitctl.ipc.probes import Prober
 from splitctl.model.facts import read_facts
+from splitctl.model.identity import model_digest
 from splitctl.outcome import Route
 from splitctl.placement import FlashAttn, Placement, SplitMode
-from splitctl.probing import Verdict, VerdictCache, try_own_call
+from splitctl.probing import Verdict, VerdictCache, build_id, try_own_call
+from splitctl.probing.verdicts import shape_of
 from splitctl.session import Session
 from tests.stublib import Stub, Variant, build, needs_compiler, run_child, write_model
 
@@ -76,6 +78,9 @@ def test_a_call_that_is_not_right_is_remembered_both_ways(tmp_path: Path, faults
     later = Prober(library, env, cache)
     for now, target in ((_LAYER, _TENSOR), (_TENSOR, _LAYER)):
         assert why in later.why_no_own_call(now, target, facts, known_only=True)
+    (known,) = cache.own_calls(build_id(library), shape_of(facts), lambda: model_digest(facts.files))
+    assert (known["mode"], known["trial"]) == ("tensor", "moved from layer even, -1 layers")
+    assert why in known["why"]
     for other in (_TENSOR.changed(tensor_split=(3.0, 1.0)), _TENSOR.changed(n_gpu_layers=1)):
         known = later.why_no_own_call(_LAYER.changed(n_gpu_layers=other.n_gpu_layers), other, facts, known_only=True)
         assert known.endswith("has not been tried yet")
