@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import tarfile
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -152,6 +154,13 @@ def test_hooks_are_tried_one_by_one(tmp_path: Path) -> None:
     assert check.fit(loose, sources) == "fits"
     _write(tmp_path, {"src/llama.cpp": "one\nTWO\nthree\n"})
     assert check.fit(hook, sources) == "DOES NOT FIT"
+
+
+def test_the_page_names_every_hook() -> None:
+    """The table of docs/native.md has each file that the patch changes, and in how many places."""
+    page = (_CI.parent / "docs" / "native.md").read_text(encoding="utf-8")
+    told = {file: int(n) for file, n in re.findall(r"^\| `([\w./-]+)` \| (\d+) \|", page, re.MULTILINE)}
+    assert told == Counter(hook.file for hook in check.hooks(check.PATCH.read_text(encoding="utf-8")))
 
 
 def test_what_is_new_in_a_context_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
     python -m tools.bench_gpu_switch [--json] [--model FILE|8b|27b|moe] [--tokens N] [--repeats N] [--only NAME ...]
                                      [--devices CUDA0,CUDA1] [--lib PATH] [--server PATH] [--budget-s S] [--md]
+                                     [--leave GIB]
     python -m tools.bench_gpu_switch --from FILE.json ... --docs       put results into docs/speed.md
 
 bare         the library's calls alone: size, get, free, free, load, build, set; pageable memory that was touched before
@@ -55,6 +56,7 @@ from splitctl.placement import Placement, SplitMode
 from splitctl.planning.memory import carry_bytes
 from tools import bench_gpu_told as told
 from tools.check_gpu import ask, setup_of
+from tools.check_gpu_short import held
 from tools.children import last_words
 from tools.gpu_meter import HOST, Meter, Setup
 from tools.make_large import SHAPES, make_large
@@ -378,7 +380,8 @@ def _about(setup: Setup, model: Path, facts: ModelFacts, options: argparse.Names
         "library": str(setup.library),
         "devices": list(setup.devices),
         "groups": list(setup.groups),
-        "source": f"tools.bench_gpu_switch --tokens {options.tokens} --repeats {options.repeats}",
+        "source": f"tools.bench_gpu_switch --tokens {options.tokens} --repeats {options.repeats}"
+        + ("" if options.leave is None else f" --leave {options.leave:g}"),
     }
     if setup.driver is not None:
         gpus = [int(group.removeprefix("gpu")) for group in dict.fromkeys(setup.groups) if group != HOST]
@@ -396,13 +399,15 @@ def measure(options: argparse.Namespace, tell: Callable[[dict[str, Any]], None])
     facts = read_facts(model)
     tell(about := _about(setup, model, facts, options))
     bench = Bench(setup, model, options, budget, tell)
-    room = None
-    if setup.driver is not None:
-        gpus = [int(group.removeprefix("gpu")) for group in dict.fromkeys(setup.groups) if group != HOST]
-        room = int(_FILL * sum(map(setup.driver.free, gpus)))
-    for is_slow in (False, True):
-        arms = [arm for arm in bench.arms if (arm.name in _SLOW) is is_slow]
-        bench.run(grouped(arms, needs_of(arms, facts, bench.modes[_LAYER]), room))
+    leave = {} if options.leave is None else dict.fromkeys(setup.groups, int(options.leave * (1 << 30)))
+    with held(leave):
+        room = None
+        if setup.driver is not None:
+            gpus = [int(group.removeprefix("gpu")) for group in dict.fromkeys(setup.groups) if group != HOST]
+            room = int(_FILL * sum(map(setup.driver.free, gpus)))
+        for is_slow in (False, True):
+            arms = [arm for arm in bench.arms if (arm.name in _SLOW) is is_slow]
+            bench.run(grouped(arms, needs_of(arms, facts, bench.modes[_LAYER]), room))
     plan = None
     if not options.no_plan:
         with suppress(OutOfTime, SystemExit, subprocess.TimeoutExpired):
@@ -432,6 +437,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lib", type=Path, help="the libllama; else the first usable one")
     parser.add_argument("--server", type=Path, help="llama-server (default: the one beside the library)")
     parser.add_argument("--budget-s", type=float, metavar="S", help="end in so many seconds with what there is")
+    parser.add_argument(
+        "--leave", type=float, metavar="GIB", help="let another process hold all memory of each GPU but so much"
+    )
     parser.add_argument("--no-plan", action="store_true", help="do not ask splitctl plan")
     parser.add_argument("--folder", type=Path, default=default_folder(), help="where models are made")
     parser.add_argument("--from", dest="results", nargs="+", type=Path, metavar="FILE", help="results of earlier runs")

@@ -21,11 +21,11 @@ from tools import bench_gpu_switch, bench_gpu_told
 from tools.bench_gpu_arms import Clocked
 from tools.bench_gpu_server import Server, ServerFailed
 from tools.bench_gpu_switch import ARMS, NATIVE_ARMS, ArmLost, Bench, Budget, Moved, grouped
+from tools.check_native import native_library
 from tools.gpu_meter import HOST, Setup
 from tools.make_large import make_large
-from tools.places import builds_folder
 
-NATIVE = builds_folder() / "native-0.3.36" / "lib" / "libllama.so"
+NATIVE = native_library()
 WAYS = ("layer->tensor", "tensor->layer")
 SERVER = """#!{python}
 import http.server, json, pathlib, sys, urllib.parse
