@@ -30,6 +30,8 @@ class Build:
         has_tensor_mode: whether its tensor mode works on these devices, so that no test of it may skip.
         marks: which tests are run, as pytest's `-m` takes it; "": all of them.
         n_least: fewer tests that pass are a collection that went wrong.
+        via: who does the work of switches that name no route; "": what the session takes.
+        how: the program that makes the build.
     """
 
     folder: str
@@ -38,6 +40,8 @@ class Build:
     has_tensor_mode: bool = True
     marks: str = ""
     n_least: int = 100
+    via: str = ""
+    how: str = "ci/builds"
 
 
 _NEEDS_TENSOR = "tensor mode does not work"
@@ -59,8 +63,7 @@ def check_build(build: Build, cache_dir: Path, tmp_path: Path) -> None:
     """Hold a build to the tests: each passes, or skips for a reason that fits the build."""
     library = cache_dir / "builds" / build.folder / build.library
     if not library.is_file():
-        how = "ci/builds --llama-cpp-python" if build.n_servers else "ci/builds"
-        pytest.skip(f"{build.folder} is not there: run {how}")
+        pytest.skip(f"{build.folder} is not there: run {build.how}")
     report = tmp_path / "report.xml"
     with ExitStack() as stack:
         servers = [stack.enter_context(served(library))[0] for _ in range(build.n_servers)]
@@ -76,6 +79,7 @@ def check_build(build: Build, cache_dir: Path, tmp_path: Path) -> None:
                 **{name: value for name, value in os.environ.items() if name != "CI"},
                 "SPLITCTL_TEST_LIBRARY": str(library),
                 "SPLITCTL_TEST_RPC": ",".join(servers),
+                **({"SPLITCTL_TEST_VIA": build.via} if build.via else {}),
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

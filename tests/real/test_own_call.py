@@ -19,7 +19,7 @@ from splitctl.outcome import Route, SwitchOptions, WeightsTier
 from splitctl.worker.hosted import in_place, judgement
 from tests.real.conftest import RPC, SEEDED, SMALL_PROMPT, Opener, base
 
-pytestmark = pytest.mark.usefixtures("own_call")
+pytestmark = [pytest.mark.every_build, pytest.mark.usefixtures("own_call")]
 
 
 def _ids(session: Session, n: int) -> list[int]:
