@@ -30,6 +30,7 @@ from typing import Any
 
 from splitctl.outcome import Route, WeightsTier
 from tools import sweeping
+from tools.check_native import native_library
 from tools.children import run_child
 from tools.sweep_cells import DEVICES_NAME, all_cells
 
@@ -120,7 +121,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="who switches: this program's sequence of calls, or the library's own call (default: composed)",
     )
     own.add_argument("--devices", default="CPU,CPU", help="names of the devices (default: CPU,CPU)")
-    asked = own.parse_known_args(arguments)[0]
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    asked, others = own.parse_known_args(arguments)
+    if asked.via == Route.NATIVE.value and not any(word.startswith("--lib") for word in others):
+        if not native_library().is_file():
+            own.error(
+                "there is no build that can switch by itself: make one with ci/builds --native, or name it (--lib)"
+            )
+        arguments = [*arguments, "--lib", str(native_library())]
     os.environ[DEVICES_NAME] = asked.devices
 
     def cells_of(name: str, path: Path, library: Path, folder: Path) -> Iterator[dict[str, Any]]:
