@@ -117,7 +117,10 @@ class Floor:
     @property
     def n_held(self) -> int:
         """Tokens that the requests on sequences hold."""
-        return sum(job.n_held for job in self.active)
+        n = 0
+        for job in self.active:
+            n += job.n_held
+        return n
 
     def come(self, job: Job) -> None:
         """Let a request come; it is not earlier than those before it."""
@@ -153,14 +156,14 @@ class Floor:
             return None
         reading: Job | None = None
         generating: list[Job] = []
-        depth, least = 0, 1 << 60
+        depth = 0
         for job in active:
             if not job.n_unread:
                 generating.append(job)
                 depth += job.n_held
-                least = min(job.n_left, least)
             elif reading is None:
                 reading = job
+        least = min([job.n_left for job in generating]) if generating else 1 << 60
         turns, n_read, seconds = self._turns(reading, generating, depth, least)
         if self.at + seconds > until and turns > 1:
             turns = max(min(math.ceil(turns * (until - self.at) / seconds), turns), 1)
@@ -212,6 +215,6 @@ class Floor:
             if not reading.n_unread:
                 # Its first token is drawn from the logits of the prompt, at the end of this turn.
                 reading.first = self.at
-        if self.is_empty:
+        if not (self.queue or self.active):
             self.empty_since = self.at
         return ended

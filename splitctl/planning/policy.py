@@ -258,9 +258,10 @@ class Policy:
         # To be in this mode for good is a plan, and stays: the first one.
         stays: tuple[float, Plan, Next] = (math.inf, Plan(Kind.BE, mode), Next(switches=False))
         goes: tuple[float, Plan, Next] | None = None
-        for plan in plans.all(floor):
+        every = plans.all(floor)
+        for plan, end in zip(every, plans.ends(floor, every), strict=True):
             now = plans.next(floor, plan)
-            seconds = self._seconds(floor.copy(), plan, plans)
+            seconds = end.at - floor.at + self._endings[end.mode] * self._busy_share
             if plan.kind is Kind.BE and plan.mode is not mode:
                 seconds -= min(self._regret, _MOST_REGRET * pause)
             if now.switches:
@@ -327,11 +328,6 @@ class Policy:
         """Say how many pauses all switches so far have lost against this mode for good, beyond what is allowed."""
         return max(self._over[mode] / self._pause - _ALLOWED, 0.0) if self._pause else 0.0
 
-    def _seconds(self, floor: Floor, plan: Plan, plans: Plans) -> float:
-        start = floor.at
-        plans.follow(floor, plan)
-        return floor.at - start + self._endings[floor.mode] * self._busy_share
-
     def _until_regret(self, floor: Floor, plans: Plans, pause: float) -> float:
         """Give the seconds until what is done now may have cost a switch's pause; nothing else would be asked for."""
         at = plans.allowed_at(floor)
@@ -376,12 +372,7 @@ class Policy:
                 floor = Floor(self.costs, situation.n_seq_max, 0.0, mode)
                 for number, shape in enumerate(shapes[start : start + crowd]):
                     floor.come(Job(number, 0.0, *shape))
-                times = []
-                for plan in plans.all(floor):
-                    twin = floor.copy()
-                    plans.follow(twin, plan)
-                    times.append(twin.at)
-                seconds[mode] += min(times)
+                seconds[mode] += min(end.at for end in plans.ends(floor, plans.all(floor)))
         least = min(seconds.values())
         self._endings = {mode: (seconds[mode] - least) / max(n, 1) for mode in MODES}
 

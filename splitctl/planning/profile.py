@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from statistics import median
 from typing import Self
 
@@ -30,6 +31,8 @@ _MAX_RUNS, _MAX_THINGS = 10_000, 1_000
 _LEAST_S = 1.0 / MAX_TPS
 #: Measured up to so many times as many tokens counts as deep as this: the next depth that is left out is half as deep.
 _AS_DEEP = 1.4
+#: Lines that are remembered: a profile has a few for each mode and way of a switch.
+_N_LINES = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,11 +417,7 @@ def _line(points: Iterable[Point], at: float) -> float:
     Beyond the last the line goes on from the nearest one that is lower for certain; a slope that is within what
     repetitions differ by would be noise, many times over.
     """
-    found: dict[float, list[Point]] = {}
-    for point in points:
-        found.setdefault(point[0], []).append(point)
-    known = [tuple(math.fsum(column) / len(same) for column in zip(*same, strict=True)) for same in found.values()]
-    known.sort()
+    known = _knots(tuple(points))
     if at <= known[0][0] or len(known) == 1:
         return known[0][1]
     for (x0, y0, *_), (x1, y1, *_) in itertools.pairwise(known):
@@ -427,3 +426,17 @@ def _line(points: Iterable[Point], at: float) -> float:
     last, value, low, _ = known[-1]
     lower = next(((x, y) for x, y, _, high in reversed(known[:-1]) if high < low), None)
     return value if lower is None else value + (value - lower[1]) * (at - last) / (last - lower[0])
+
+
+@lru_cache(_N_LINES)
+def _knots(points: tuple[Point, ...]) -> list[Point]:
+    """Put points in order, and take the mean of those in one place; a policy asks for the same lines all the time."""
+    found: dict[float, list[Point]] = {}
+    for point in points:
+        found.setdefault(point[0], []).append(point)
+    return sorted(_mean(same) for same in found.values())
+
+
+def _mean(points: Sequence[Point]) -> Point:
+    where, value, low, high = (math.fsum(column) / len(points) for column in zip(*points, strict=True))
+    return where, value, low, high

@@ -6,11 +6,15 @@ import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from splitctl.errors import ConfigInvalid
 from splitctl.placement import SplitMode
 from splitctl.planning.cost import ModeRates, Rates
+from splitctl.planning.floor import Floor, Job
 from splitctl.planning.learned import Learned, costs_of_rates
+from splitctl.planning.plans import Bounds, Plans
 from splitctl.planning.policy import Active, Decision, Policy, Settings, Situation, Waiting
 
 _LAYER, _TENSOR = SplitMode.LAYER, SplitMode.TENSOR
@@ -142,6 +146,26 @@ def test_the_policy_teaches_its_costs() -> None:
 
 
 # -- bounds ------------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9000), st.integers(1, 900), st.floats(0.0, 30.0)), max_size=12),
+    st.sampled_from([_LAYER, _TENSOR]),
+)
+def test_plans_that_are_followed_together_end_where_each_ends_alone(
+    jobs: list[tuple[int, int, float]], mode: SplitMode
+) -> None:
+    """To go on together as long as they say the same changes nothing of any plan, to the last bit."""
+    floor = Floor(_COSTS, 4, 100.0, mode)
+    for number, (n_unread, n_left, waited) in enumerate(jobs):
+        floor.come(Job(number, 100.0 - waited, n_unread, 0, n_left))
+    plans = Plans(_COSTS, 4, Bounds(2.0, 20.0, 10.0))
+    every = plans.all(floor)
+    for plan, end in zip(every, plans.ends(floor, every), strict=True):
+        alone = floor.copy()
+        plans.follow(alone, plan)
+        assert (end.at, end.mode, end.trail, end.is_empty) == (alone.at, alone.mode, alone.trail, alone.is_empty)
+    assert len(floor.queue) == len(jobs)
 
 
 def test_a_minimum_stay_is_kept() -> None:
