@@ -108,7 +108,7 @@ def test_a_rehearsal_on_processors_has_every_row(tmp_path: Path, server: Path) -
 
 @pytest.mark.build
 @pytest.mark.slow
-@pytest.mark.skipif(not NATIVE.is_file(), reason="the native build is not there (ci/builds --native)")
+@pytest.mark.skipif(not NATIVE.is_file(), reason="no native build: ci/builds --native")
 def test_the_librarys_own_call_is_an_arm_of_its_own(tmp_path: Path) -> None:
     """With weights from the file and from the copy, each move is one call of the library, and is told as such."""
     done = run_tool(

@@ -75,7 +75,7 @@ def test_a_large_model_is_a_model_with_weights_that_differ(tmp_path: Path) -> No
 
 @pytest.mark.build
 @pytest.mark.slow
-@pytest.mark.skipif(not native_library().is_file(), reason="the native build is not there (ci/builds --native)")
+@pytest.mark.skipif(not native_library().is_file(), reason="no native build: ci/builds --native")
 def test_the_librarys_own_call_finds_no_memory_and_returns(tmp_path: Path) -> None:
     """With the address space limited the session goes on as if nobody had asked, and is switched once there is room."""
     done = run_tool(
