@@ -1,6 +1,7 @@
 // An allocator that fails when it is told to: LD_PRELOAD it. See tools/check_native.py.
 //
-// Only allocations that hold no GIL count: those of Python in callbacks are not the library's.
+// Only allocations that hold no GIL count: those of Python in callbacks are not the library's. Nor do those of the
+// loader, for variables of threads: glibc ends the process where one fails, and no program can help it.
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -9,6 +10,8 @@
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdlib.h>
+#include <stdint.h>
+#include <sys/auxv.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -17,6 +20,8 @@ extern void * __libc_malloc(size_t);
 extern void * __libc_calloc(size_t, size_t);
 extern void * __libc_realloc(void *, size_t);
 extern void * __libc_memalign(size_t, size_t);
+
+#define LOADER_SIZE 0x40000 // no library lies within it
 
 static atomic_long n_seen;
 static atomic_int  is_armed;
@@ -44,8 +49,9 @@ long failing_disarm(void) {
     return n_seen;
 }
 
-static int fails(void) {
-    if (!is_armed || (by_others && pthread_equal(pthread_self(), armed_by)) || (holds_gil && holds_gil())) {
+static int fails(void * caller) {
+    const uintptr_t into_loader = (uintptr_t) caller - getauxval(AT_BASE);
+    if (!is_armed || into_loader < LOADER_SIZE || (by_others && pthread_equal(pthread_self(), armed_by)) || (holds_gil && holds_gil())) {
         return 0;
     }
     const long n = atomic_fetch_add(&n_seen, 1);
@@ -56,14 +62,14 @@ static int fails(void) {
     return 1;
 }
 
-void * malloc(size_t size) { return fails() ? NULL : __libc_malloc(size); }
-void * calloc(size_t n, size_t size) { return fails() ? NULL : __libc_calloc(n, size); }
-void * realloc(void * old, size_t size) { return fails() ? NULL : __libc_realloc(old, size); }
-void * memalign(size_t alignment, size_t size) { return fails() ? NULL : __libc_memalign(alignment, size); }
-void * aligned_alloc(size_t alignment, size_t size) { return fails() ? NULL : __libc_memalign(alignment, size); }
+void * malloc(size_t size) { return fails(__builtin_return_address(0)) ? NULL : __libc_malloc(size); }
+void * calloc(size_t n, size_t size) { return fails(__builtin_return_address(0)) ? NULL : __libc_calloc(n, size); }
+void * realloc(void * old, size_t size) { return fails(__builtin_return_address(0)) ? NULL : __libc_realloc(old, size); }
+void * memalign(size_t alignment, size_t size) { return fails(__builtin_return_address(0)) ? NULL : __libc_memalign(alignment, size); }
+void * aligned_alloc(size_t alignment, size_t size) { return fails(__builtin_return_address(0)) ? NULL : __libc_memalign(alignment, size); }
 
 int posix_memalign(void ** out, size_t alignment, size_t size) {
-    void * got = fails() ? NULL : __libc_memalign(alignment, size);
+    void * got = fails(__builtin_return_address(0)) ? NULL : __libc_memalign(alignment, size);
     if (!got) {
         return ENOMEM;
     }
@@ -72,7 +78,7 @@ int posix_memalign(void ** out, size_t alignment, size_t size) {
 }
 
 void * mmap(void * at, size_t size, int protection, int flags, int fd, off_t offset) {
-    return fails() ? MAP_FAILED : (void *) syscall(SYS_mmap, at, size, protection, flags, fd, offset);
+    return fails(__builtin_return_address(0)) ? MAP_FAILED : (void *) syscall(SYS_mmap, at, size, protection, flags, fd, offset);
 }
 
 void * mmap64(void * at, size_t size, int protection, int flags, int fd, off_t offset) {
@@ -84,5 +90,5 @@ int pthread_create(pthread_t * thread, const pthread_attr_t * attributes, void *
     if (!real) {
         real = (int (*)(pthread_t *, const pthread_attr_t *, void * (*)(void *), void *)) dlsym(RTLD_NEXT, "pthread_create");
     }
-    return fails() ? EAGAIN : real(thread, attributes, run, argument);
+    return fails(__builtin_return_address(0)) ? EAGAIN : real(thread, attributes, run, argument);
 }

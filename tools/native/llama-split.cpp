@@ -103,8 +103,12 @@ void on_abort(const char * message) {
 // one switch at a time: the callback is the process's
 std::mutex switching;
 
+// A thread's first exception takes memory too, and the loader aborts where there is none: this takes it early.
+void get_ready_to_throw() { (void) std::uncaught_exceptions(); }
+
 struct throwing_aborts {
     throwing_aborts() : lock(switching) {
+        get_ready_to_throw();
         former_abort = ggml_set_abort_callback(on_abort);
         aborts_throw = true;
     }
@@ -437,6 +441,7 @@ struct llama_split_uploads::impl {
 
     // me: where the thread is noted whose aborts are exceptions, or nullptr
     void work(std::atomic<std::thread::id> * me) {
+        get_ready_to_throw();
         if (me) {
             *me = std::this_thread::get_id();
         }

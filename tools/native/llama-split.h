@@ -16,10 +16,12 @@ extern "C" {
 //
 // tensor_split: llama_max_devices() shares, or NULL for none.
 //
-// The old placement is freed before the new one is made. If that fails, for want of memory or anything else, the old one
-// is made again and false is returned: the context works as before. False, and nothing is touched, where it is refused:
-// a model that another context uses, that has adapters or that was not loaded from a path; control vectors; tensor mode
-// where the architecture or the devices do not allow it; a call from a callback of this context.
+// The old placement is freed before the new one is made; where the devices have room for both, its weights are copied to
+// the new one first. If that fails, for want of memory or anything else, the old one is made again (on the host, if the
+// devices do not have its memory any more) and false is returned: the context works as before. False, and nothing is
+// touched, where it is refused: a model that another context uses, that has adapters or that was not loaded from a path;
+// control vectors; tensor mode where the architecture or the devices do not allow it; a call from a callback of this
+// context, or of a switch.
 //
 // Thread: whoever decodes. No other call on the context or its model may run.
 LLAMA_API bool llama_context_set_split_mode(
