@@ -49,7 +49,6 @@ API int32_t llama_set_adapters_lora(struct context *context, struct adapter **ad
 }
 
 #ifdef STUB_NATIVE_SPLIT
-API const char *llama_split_mode_name(int mode) { return stub_mode_name(mode); }
 API int llama_model_get_split_mode(const struct model *model) { return model->mode; }
 
 static bool refuse(const char *why) {
@@ -63,21 +62,13 @@ static bool move(struct model *model, int mode, const float *tensor_split, const
     if (stub_is(fault, "fail") || stub_is(fault, "spoil") ||
         (stub_share_weights(model, mode, tensor_split, shares),
          !stub_place(model->devices, model->n_devices, shares, MODE_LAYER))) {
-        stub_say(LOG_ERROR, "llama_model_set_split_mode: %s does not fit, back in %s\n", stub_mode_name(mode),
+        stub_say(LOG_ERROR, "llama_context_set_split_mode: %s does not fit, back in %s\n", stub_mode_name(mode),
                  stub_mode_name(model->mode));
         stub_place(model->devices, model->n_devices, model->weights, model->mode);
         return false;
     }
     stub_set_mode(model, mode, shares);
     return true;
-}
-
-API bool llama_model_set_split_mode(struct model *model, int mode, const float *tensor_split) {
-    stub_note("llama_model_set_split_mode model=%d mode=%d tensor_split=%s", model->handle.id, mode,
-              tensor_split ? "given" : "null");
-    if (!stub_alive(&model->handle, "llama_model_set_split_mode") || mode < 0 || mode >= N_MODES) return false;
-    if (model->n_contexts) return refuse("a context uses the model");
-    return move(model, mode, tensor_split, stub_fault("native", mode));
 }
 
 /* spoil, state: a cell changes; rows: the carried logits do; onward: what is decoded later does. */
