@@ -394,6 +394,9 @@ def _switch_lost(
 ) -> dict[str, Any]:
     """Compose the outcome of a switch whose worker is gone."""
     status = SwitchStatus.CANCELLED if switch.is_cancelled and not switch.is_late else SwitchStatus.FELL_BACK
+    was_native = (
+        Stage.SWITCHING_NATIVELY in {switch.stage, switch.failed_at} or "switching_natively" in switch.stages_ms
+    )
     return SwitchOutcome(
         status=SwitchStatus.PARKED if placement is None else status,
         requested_placement=switch.target,
@@ -401,7 +404,7 @@ def _switch_lost(
         reason=reason,
         reasons=(Reason("worker-lost", reason),),
         stage=switch.failed_at or switch.stage,
-        via=Via.BESIDE if switch.is_beside else Via.COMPOSED,
+        via=Via.BESIDE if switch.is_beside else Via.NATIVE if was_native else Via.COMPOSED,
         recomputed=recomputed,
         stages_ms=StageTimes(**switch.stages_ms),
         state_bytes=None if switch.seal is None else switch.seal.state_bytes,

@@ -431,7 +431,9 @@ def test_the_tier_of_the_weights_arrives(
         {"run": cli_run.run, "serve": cli_serve.serve}[command].main([*arguments, *words], standalone_mode=False)
 
 
-@pytest.mark.parametrize(("words", "route"), [([], Route.AUTO), (["--via", "in-place"], Route.IN_PLACE)])
+@pytest.mark.parametrize(
+    ("words", "route"), [([], Route.AUTO), *((["--via", one.value], one) for one in (Route.IN_PLACE, Route.NATIVE))]
+)
 @pytest.mark.parametrize("dry", [False, True])
 def test_the_route_of_a_switch_arrives(
     words: list[str], route: Route, dry: bool, monkeypatch: pytest.MonkeyPatch
