@@ -912,20 +912,21 @@ bool moving::place(const placement & where, way how) {
 template <typename F> void go_back(moving & move, const char * func, F finish) {
     say(func, "going back to the old placement: ", llama_split_mode_name(move.from.mode));
     move.reserve.reset();
-    constexpr way WAYS[] = {
-        way::AS_IT_WAS, way::UNMAPPED, way::AS_IT_WAS, way::UNMAPPED, way::AS_IT_WAS, way::UNMAPPED, way::ON_HOST,
-    };
-    constexpr int N_ROUNDS = 5;
+    constexpr int N_ROUNDS       = 40;
+    constexpr int N_ROUNDS_ALONE = 20; // before the host is tried
     for (int round = 0; round < N_ROUNDS; ++round) {
-        for (const way how : WAYS) {
+        for (const way how : {way::AS_IT_WAS, way::UNMAPPED, way::ON_HOST}) {
+            if (how == way::ON_HOST && round < N_ROUNDS_ALONE) {
+                continue;
+            }
             if (move.place(move.from, how)) {
                 if (finish()) {
                     return;
                 }
                 move.model->~llama_model();
             }
-            std::this_thread::sleep_for(std::chrono::milliseconds(20));
         }
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
     }
     aborts_throw = false;
     GGML_ABORT("the old placement could not be made again");
