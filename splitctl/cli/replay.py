@@ -102,7 +102,7 @@ def replay(
             screen.line(f"warning: {found.why}" if found.kept is None else source_line(kept))
             measured = measured_with(kept.profile, placement)
             way = way or way_of(measured, WeightsTier.FILE)
-            costs = costs_of(measured, way)
+            costs = costs_of(measured, way, on_processors=kept.on_processors)
             source = profile_json(found)
         with _opened(trace) as file:
             requests, n_all = read_trace(_lines(file, str(trace)), n_most)

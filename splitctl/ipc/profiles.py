@@ -162,6 +162,11 @@ class KeptProfile:
         if not 0.0 <= self.made_at <= _MAX_TIME:
             raise ConfigInvalid("made_at", self.made_at, "seconds since 1970")
 
+    @property
+    def on_processors(self) -> bool:
+        """Whether processors compute, which all workers share."""
+        return self.key.n_gpu_layers == 0 or all(name.startswith("CPU") for name in self.key.devices)
+
 
 _KINDS = {"profile": KeptProfile, "key": ProfileKey}
 

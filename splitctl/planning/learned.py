@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from functools import lru_cache, partial
+from statistics import median
 from typing import Protocol
 
+from splitctl.outcome import Via
 from splitctl.placement import SplitMode
 from splitctl.planning.cost import Rates
 from splitctl.planning.profile import ModeNotMeasured, Profile
@@ -59,9 +61,19 @@ class Costs(Protocol):
         """Give a switch's pause, s, with so many tokens held, and what it adds to a token afterwards, ms."""
         ...
 
+    def slowed_s(self, before: SplitMode) -> float:
+        """Give the seconds that a switch out of a mode takes from who is served, beyond its pause."""
+        ...
 
-def costs_of(profile: Profile, way: str) -> Costs:
-    """Take what was measured; `way` is the switch's, one of `cost.TIMED`.
+
+def costs_of(profile: Profile, way: str, *, on_processors: bool = False) -> Costs:
+    """Take what was measured.
+
+    Args:
+        profile: the measurements.
+        way: the switch's, one of `cost.TIMED`.
+        on_processors: a second worker that loads beside takes its time from the streams: all of it, as measured on two
+            cores.
 
     Raises:
         ModeNotMeasured: one of the modes was not measured, or no switch between them of this way.
@@ -71,7 +83,7 @@ def costs_of(profile: Profile, way: str) -> Costs:
         if profile.switch(before, other_than(before), way) is None:
             what = f"a switch to {other_than(before).value} ({way})"
             raise ModeNotMeasured("mode", what, "measure it: splitctl bench")
-    return _Measured(profile, way)
+    return _Measured(profile, way, is_slowed=on_processors and way == Via.BESIDE.value)
 
 
 def costs_of_rates(rates: Rates) -> Costs:
@@ -82,7 +94,7 @@ def costs_of_rates(rates: Rates) -> Costs:
 class _Measured:
     """A profile's seconds, remembered: they are asked for again and again."""
 
-    def __init__(self, profile: Profile, way: str) -> None:
+    def __init__(self, profile: Profile, way: str, *, is_slowed: bool) -> None:
         # One of each for a mode, in the order of `MODES`: to look a mode up by its hash takes as long as all the rest.
         modes = [profile.of(mode) for mode in MODES]
         remembered = lru_cache(_N_REMEMBERED)
@@ -92,6 +104,7 @@ class _Measured:
         self._read = [remembered(mode.read_s) for mode in modes]
         self._step = [remembered(mode.step_s) for mode in modes]
         self._switch = [remembered(partial(_switch_of, profile, before, way)) for before in MODES]
+        self._slowed_s = [_beyond_pause_s(profile, before, way) if is_slowed else 0.0 for before in MODES]
 
     def read_s(self, mode: SplitMode, n: int, depth: int) -> float:
         place = mode is MODES[1]
@@ -116,9 +129,17 @@ class _Measured:
             return 0.0, 0.0
         return self._switch[before is MODES[1]](n_tokens // _LONG * _LONG)
 
+    def slowed_s(self, before: SplitMode) -> float:
+        return self._slowed_s[before is MODES[1]]
+
 
 def _switch_of(profile: Profile, before: SplitMode, way: str, n_tokens: int) -> tuple[float, float]:
     return profile.switch(before, other_than(before), way, n_tokens) or (0.0, 0.0)
+
+
+def _beyond_pause_s(profile: Profile, before: SplitMode, way: str) -> float:
+    found = [one for one in profile.switches if (one.before, one.way) == (before, way)]
+    return median(max(one.total.median - one.pause.median, 0.0) for one in found)
 
 
 def _rounded(depth: float) -> int:
@@ -144,6 +165,10 @@ class _Rated:
     def switch(self, before: SplitMode, after: SplitMode, n_tokens: int) -> tuple[float, float]:
         del before, after, n_tokens
         return self._switch
+
+    def slowed_s(self, before: SplitMode) -> float:
+        del before
+        return 0.0
 
 
 class Learned:
@@ -175,6 +200,10 @@ class Learned:
         """Give a switch's pause, s, with so many tokens held, and what it adds to a token afterwards, ms."""
         pause, more_ms = self._costs.switch(before, after, n_tokens)
         return pause * self._factor("switch", before, after), more_ms
+
+    def slowed_s(self, before: SplitMode) -> float:
+        """Give the seconds that a switch out of a mode takes from who is served, beyond its pause."""
+        return self._costs.slowed_s(before)
 
     def observe_read(self, mode: SplitMode, n: int, depth: int, seconds: float) -> None:
         """Note that `n` tokens were read in so many seconds."""

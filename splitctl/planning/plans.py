@@ -210,7 +210,7 @@ class Plans:
         for job in floor.active:
             if job.n_unread:
                 return _GO_ON
-        if self.gain_of_steps(floor.active) <= floor.pause_s():
+        if self.gain_of_steps(floor.active) <= floor.cost_s():
             return _GO_ON
         return self._switching(floor, _GO_ON)
 
@@ -223,7 +223,7 @@ class Plans:
         """
         if not floor.queue and not any(job.n_unread for job in floor.active):
             return _GO_ON, -math.inf
-        pause = floor.pause_s()
+        pause = floor.cost_s()
         worth = _WORTH_HOLDING * pause
         long: list[tuple[Job, float]] = []
         known = self._gains_waiting

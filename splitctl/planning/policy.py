@@ -172,6 +172,7 @@ class Policy:
         self._regret = 0.0
         # Seconds that all that was served took more, switches included, than it would have in one mode for good.
         self._over = dict.fromkeys(MODES, 0.0)
+        # What a switch takes from who is served: its pause, on processors more.
         self._pause = 0.0
         self._seen: set[int] = set()
         self._shapes: deque[tuple[int, int, int]] = deque(maxlen=_N_SHAPES)
@@ -188,7 +189,7 @@ class Policy:
         Args:
             at: when it ended, s.
             succeeded: the session serves in another mode now.
-            seconds: its pause.
+            seconds: its pause, and what else of its time no step or read tells.
             after: the mode that it was to go to; None: the one that was decided last.
         """
         del after
@@ -245,7 +246,7 @@ class Policy:
         plans = Plans(self.costs, situation.n_seq_max, bounds)
         floor = _floor_of(situation, self.costs, self._free_at - own.min_stay_s, self._more_s)
         self._look_back(situation, plans)
-        self._pause = floor.pause_s()
+        self._pause = floor.cost_s()
         return self._decide_empty(floor, plans) if floor.is_empty else self._decide_busy(floor, plans)
 
     def _note_mode(self, mode: SplitMode) -> None:
@@ -301,8 +302,9 @@ class Policy:
         start, own = f"stays in {floor.mode.value}: ", self.settings
         if self._blocked_until > floor.at:
             return f"{start}the last switch failed, and none is tried for {self._blocked_until - floor.at:,.1f} s"
-        if self._pause > own.max_pause_s and any(not job.n_unread for job in floor.active):
-            return f"{start}a switch pauses streams for {self._pause:,.1f} s, and {own.max_pause_s:g} s are allowed"
+        pause = floor.pause_s()
+        if pause > own.max_pause_s and any(not job.n_unread for job in floor.active):
+            return f"{start}a switch pauses streams for {pause:,.1f} s, and {own.max_pause_s:g} s are allowed"
         return f"{start}the last switch was less than {own.min_stay_s:g} s ago"
 
     def _numbers(self, floor: Floor, n_held: int) -> dict[str, float]:
@@ -312,7 +314,7 @@ class Policy:
             "n_uncached": sum(unread),
             "n_to_come": sum(job.n_left for job in (*floor.active, *floor.queue)),
             "n_held": n_held,
-            "pause_s": self._pause,
+            "pause_s": floor.pause_s(),
             "regret_s": self._regret,
             "backoff_s": max(self._blocked_until - floor.at, 0.0),
         }
