@@ -172,6 +172,8 @@ def outcome_line(outcome: dict[str, Any]) -> str:
         parts.append(f"weights {outcome['weights']}")
     if outcome.get("via") == Via.BESIDE.value:
         parts.append(f"paused for {outcome.get('pause_ms') or 0.0:,.0f} ms")
+    if outcome.get("via") == Via.NATIVE.value:
+        parts.append("by the library's own call")
     parts.append(f"{n_tokens:,} tokens of {n_sequences} sequence{'' if n_sequences == 1 else 's'} carried")
     parts += [f"converted: {one}" for one in outcome.get("conversions") or ()]
     parts.append("confirmed" if outcome.get("confirmed") else "the first decode will confirm it")

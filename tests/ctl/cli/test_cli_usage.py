@@ -387,6 +387,7 @@ def test_the_line_of_a_switch_names_what_is_unusual() -> None:
     )
     plain = {**_BESIDE, "weights": "file", "via": "composed"}
     assert outcome_line(plain) == "switched to tensor in 700 ms; 3 tokens of 1 sequence carried; confirmed"
+    assert "in 700 ms; by the library's own call; 3 tokens" in outcome_line(plain | {"via": "native"})
 
 
 def test_a_status_names_the_tier_of_its_weights() -> None:
