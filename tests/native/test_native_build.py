@@ -15,6 +15,6 @@ def test_what_fails_in_the_librarys_own_switch_loses_nothing(part: str) -> None:
     """Refusals touch nothing, pointers stay, nothing leaks, and a failed allocation leaves the old mode serving."""
     if not any(default_folder().glob("llama-[0-9a-f]*.gguf")) or not small_model().is_file():
         pytest.skip("no models: tools.make_dummies llama, ci/model smollm2")
-    rows = list(run_parts([part], native_library(), small_model(), tiny_model(), step=700, n_switches=20))
+    rows = list(run_parts([part], native_library(), small_model(), tiny_model(), step=1500, n_switches=20))
     assert rows
     assert [row for row in rows if row["status"] != "held"] == []
