@@ -641,6 +641,9 @@ struct llama_split_access {
         seen.params.n_threads       = ctx.cparams.n_threads;
         seen.params.n_threads_batch = ctx.cparams.n_threads_batch;
 
+        // what 0 came to: the model says another length once YaRN has stretched it
+        seen.params.n_ctx = ctx.cparams.n_ctx;
+
         // what AUTO came to: a cache has another layout without it
         seen.params.flash_attn_type = ctx.cparams.flash_attn ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
 
