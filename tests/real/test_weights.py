@@ -42,8 +42,8 @@ def _state(session: Session, path: Path) -> tuple[bytes, bytes]:
     return bytes(carry.state), carry.sequences[0].logits.tobytes()
 
 
-def _switched(session: Session, target: Placement) -> WeightsTier | None:
-    outcome = session.switch(target)
+def _switched(session: Session, target: Placement, **named: Any) -> WeightsTier | None:
+    outcome = session.switch(target, **named)
     assert outcome.status is SwitchStatus.SWITCHED, outcome.reason
     return outcome.weights
 
@@ -302,7 +302,8 @@ def test_the_copy_serves_when_the_file_does_not(
         assert (outcome.status, outcome.weights) == (SwitchStatus.SWITCHED, WeightsTier.PINNED)
         assert "the copy of the weights in host memory stands in" in outcome.weights_reason
         session._live.engine.weights = WeightsTier.FILE
-        assert _switched(session, session.placement.changed(mode=SplitMode.NONE)) is WeightsTier.FILE
+        none = session.placement.changed(mode=SplitMode.NONE)
+        assert _switched(session, none, via=Route.AUTO) is WeightsTier.FILE
         session.save(tmp_path / "carry")
         ids = _ids(session, 5, GREEDY)
         files = session.files
@@ -467,7 +468,7 @@ def test_auto_leaves_a_model_of_the_copy_to_the_library_s_own_call(own: Opener, 
         session.prefill(session.tokenize(PROMPT))
     vias = []
     for mode in (SplitMode.NONE, SplitMode.TENSOR, SplitMode.LAYER):
-        outcome = copied.switch(copied.placement.changed(mode=mode))
+        outcome = copied.switch(copied.placement.changed(mode=mode), via=Route.AUTO)
         assert (outcome.status, outcome.weights) == (SwitchStatus.SWITCHED, WeightsTier.PINNED), outcome.weights_reason
         vias.append(outcome.via)
         loaded.switch(loaded.placement.changed(mode=mode), via=Route.COMPOSED)
@@ -486,6 +487,6 @@ def test_a_model_made_from_metadata_is_not_left_to_the_library_s_own_call(
     monkeypatch.setattr(library, "capabilities", capabilities)
     first = session.placement
     _switched(session, first.changed(**OTHER_SHARES))
-    outcome = session.switch(first)
+    outcome = session.switch(first, via=Route.AUTO)
     assert (outcome.status, outcome.via, outcome.weights) == (SwitchStatus.SWITCHED, Via.COMPOSED, WeightsTier.PINNED)
     assert outcome.via_reason == "the library's own call moves no model that was made from metadata"
