@@ -8,10 +8,8 @@ changes nothing.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from llama_native import CallFailed, Context, Library, LoadCancelled, Model, NativeError
 from splitctl.engine.engine import model_params
@@ -32,7 +30,7 @@ from splitctl.probing.script import (
     script_of,
     shrunk,
 )
-from splitctl.probing.short_model import short_model
+from splitctl.probing.short_model import tried_short
 from splitctl.probing.verdicts import ProbeVerdict, Verdict
 
 
@@ -64,17 +62,9 @@ def try_own_call(
     if not library.has("native-switch"):
         return ProbeVerdict(Verdict.FAILS, "it has no such call")
     on_stage("reference")
-    short = short_model(Path(model_path), second)
-    try:
-        # As with a copy: what cannot be tried with a few layers may be with all of them.
-        if short is not None:
-            found = _tried(_Trial(library, f"/proc/self/fd/{short}", first, second, on_stage, is_cancelled))
-            if found.verdict is not Verdict.INCONCLUSIVE:
-                return found
-        return _tried(_Trial(library, model_path, first, second, on_stage, is_cancelled))
-    finally:
-        if short is not None:
-            os.close(short)
+    return tried_short(
+        model_path, second, lambda path: _tried(_Trial(library, path, first, second, on_stage, is_cancelled))
+    )
 
 
 def _tried(trial: _Trial) -> ProbeVerdict:

@@ -7,7 +7,6 @@ several, after a prompt and after a restore; logits that are silently wrong; a s
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -42,7 +41,7 @@ from splitctl.probing.script import (
     script_of,
     shrunk,
 )
-from splitctl.probing.short_model import short_model
+from splitctl.probing.short_model import tried_short
 from splitctl.probing.verdicts import ProbeVerdict, Verdict
 
 
@@ -151,17 +150,7 @@ def try_copy(
         return ProbeVerdict(Verdict.FAILS, "it cannot make models from metadata")
     where = shrunk(placement)
     on_stage("reference")
-    short = short_model(Path(model_path), placement)
-    try:
-        # What cannot be compared with a few layers may be with all of them.
-        if short is not None:
-            found = _compared(library, f"/proc/self/fd/{short}", where, on_stage, is_cancelled)
-            if found.verdict is not Verdict.INCONCLUSIVE:
-                return found
-        return _compared(library, model_path, where, on_stage, is_cancelled)
-    finally:
-        if short is not None:
-            os.close(short)
+    return tried_short(model_path, placement, lambda path: _compared(library, path, where, on_stage, is_cancelled))
 
 
 def _compared(
