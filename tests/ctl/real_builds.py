@@ -29,6 +29,7 @@ class Build:
         n_servers: RPC servers that give it its devices; 0: one processor, named twice.
         has_tensor_mode: whether its tensor mode works on these devices, so that no test of it may skip.
         marks: which tests are run, as pytest's `-m` takes it; "": all of them.
+        files: the files of tests/real that are run; (): all of them.
         n_least: fewer tests that pass are a collection that went wrong.
         via: who does the work of switches that name no route; "": what the session takes.
         how: the program that makes the build.
@@ -39,6 +40,7 @@ class Build:
     n_servers: int = 0
     has_tensor_mode: bool = True
     marks: str = ""
+    files: tuple[str, ...] = ()
     n_least: int = 100
     via: str = ""
     how: str = "ci/builds"
@@ -69,7 +71,8 @@ def check_build(build: Build, cache_dir: Path, tmp_path: Path) -> None:
         servers = [stack.enter_context(served(library))[0] for _ in range(build.n_servers)]
         done = subprocess.run(
             [
-                *(sys.executable, "-m", "pytest", "tests/real", "-q", "--durations=10", f"--junitxml={report}"),
+                *(sys.executable, "-m", "pytest", *(f"tests/real/{name}" for name in build.files or ("",))),
+                *("-q", "--durations=10", f"--junitxml={report}"),
                 *("-m", build.marks),
                 *("-p", "no:cacheprovider", f"--basetemp={tmp_path / 'child'}"),
             ],
