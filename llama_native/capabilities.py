@@ -61,6 +61,7 @@ CAPABILITIES: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "adapters": (("llama_adapter_lora_init", "llama_set_adapters_lora", "llama_adapter_lora_free"),),
     "user-model": (("llama_model_init_from_user", "gguf_init_empty", "ggml_backend_tensor_set"),),
     "model-from-memory": (("llama_model_init_from_user", "gguf_init_from_file", "ggml_backend_tensor_set"),),
+    "model-from-file-with": (("llama_model_load_from_file_with", "ggml_backend_tensor_set"),),
     # A build that keeps its backends in files of their own exports nothing of it: rpc.is_there looks in the registry.
     "rpc": (("ggml_backend_rpc_add_server", "ggml_backend_register"),),
     "native-switch": (("llama_context_set_split_mode", "llama_model_get_split_mode"),),

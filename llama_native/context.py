@@ -287,14 +287,20 @@ class Context(Handle):
 
         Raises:
             CapabilityMissing: the build has no such call.
+            CallFailed, TensorUnknown: the bytes of a model whose weights lie in memory could not be given again; the
+                model is to be freed.
         """
         from llama_native.model import tensor_split_array  # noqa: PLC0415 - model imports this module's Context for types
 
         self.library.need("native-switch")
         self.note_change()
-        with self.library.calling() as (ffi, lib):
+        # Meanwhile there is no vocabulary to ask.
+        with self.library.calling() as (ffi, lib), self.model._alone():  # noqa: SLF001 - as when the model is freed
             split = tensor_split_array(ffi, lib, tensor_split)
-            return bool(lib.llama_context_set_split_mode(self.pointer, mode, split))
+            moved = bool(lib.llama_context_set_split_mode(self.pointer, mode, split))
+            if self.model.refill is not None:
+                self.model.refill()
+            return moved
 
 
 def fill_context_params(c_params: Any, params: ContextParams, fields: frozenset[str]) -> None:

@@ -97,6 +97,8 @@ class Model(Handle):
         self.path = path
         self._pointer = pointer
         self.owned.keep = keep
+        self.refill: Callable[[], None] | None = None
+        """Gives the tensors their bytes where the library itself has placed the model anew."""
         self._vocabulary = threading.RLock()
         with library.calling() as (ffi, lib):
             self._vocab = lib.llama_model_get_vocab(pointer)

@@ -1,8 +1,10 @@
-"""Models made from metadata: the library creates every tensor that the architecture wants, the caller fills it.
+"""Models whose tensors the library creates and the caller fills.
 
-`create_tensors` asks a callback for each tensor's data; `load_user_model` uploads those that lie in memory by threads.
+`create_tensors` makes one from metadata and asks a callback for each tensor's data; `load_user_model` uploads what lies
+in memory by threads.
 
-Source: llama_model_init_from_user in llama.h (builds from 2026.4 on). The head of ``struct ggml_tensor`` that is read
+Source: llama_model_init_from_user in llama.h (builds from 2026.4 on), llama_model_load_from_file_with in
+tools/native/llama-split.h (builds of it). The head of ``struct ggml_tensor`` that is read
 here (type at 0, ne[4] at 16) has not moved since GGUF exists, and each tensor is checked against ``ggml_nelements``.
 """
 
@@ -36,7 +38,7 @@ _CONCURRENT = frozenset({"CPU", "CUDA", "ROCm", "MUSA"})
 """Backends whose buffers take tensors from several threads at once. An RPC server's socket, for one, does not.
 
 Neither do the buffers of tensor mode, whatever is behind them: the first write of each tensor adds to one map
-(ggml-backend-meta.cpp, split_state_cache), without a lock.
+(ggml-backend-meta.cpp, split_state_cache), without a lock. Builds that have llama_model_load_from_file_with lock it.
 """
 
 
@@ -165,11 +167,13 @@ class Weights:
             type, and those that it lacks are made in F32.
         data: memory that holds the data of every tensor.
         places: offset and size of each tensor's data in it, bytes, by name.
+        whole: a GGUF of them, which stays there as long as a model that was made of them; "" where there is none.
     """
 
     metadata: str
     data: Buffer
     places: Mapping[str, tuple[int, int]]
+    whole: str = ""
 
 
 @dataclass(slots=True)
@@ -200,63 +204,63 @@ def load_user_model(
 ) -> Model:
     """Make a model of weights in memory and place it; threads upload the tensors, all at once.
 
-    The library makes every optional tensor that the architecture knows. One that the file lacks gets the value that
-    changes nothing (:func:`neutral_value`); it still takes its memory and its time in every decode.
+    Where the build can, the tensors are those of ``weights.whole``, and the library's own call for another split mode
+    takes their bytes from the memory too. Else the library makes every optional tensor that the architecture knows. One
+    that the file lacks gets the value that changes nothing (:func:`neutral_value`); it still takes its memory and its
+    time in every decode.
 
     Args:
         library: the open library.
-        weights: where they lie; only read, and not needed any more when this returns.
+        weights: where they lie; only read. The model holds them where the build may ask for their bytes again.
         params: the placement.
         name: what the model is called in errors.
         progress: called with the uploaded share, 0.0 to 1.0; returning False ends the load.
         endable: whether what ``progress`` or a signal's handler raises ends the load too.
-        n_threads: threads that upload, of which tensor mode takes one; None: 8 where the devices' backends take tensors
-            from several at once, else 1.
+        n_threads: threads that upload, of which tensor mode takes one in builds that only make models from metadata;
+            None: 8 where the devices' backends take tensors from several at once, else 1.
 
     Raises:
-        CapabilityMissing: the build cannot make models from metadata.
+        CapabilityMissing: the build cannot make models of memory.
         TensorUnknown: it wants a tensor that is not there, or of another size.
         CallFailed: the library made no model; its log says why.
         LoadCancelled: ``progress`` returned False.
         BaseException: whatever ``progress`` or a signal's handler raised; nothing is loaded then.
     """
-    library.need("model-from-memory")
-    n_threads = 1 if params.split_mode is SplitMode.TENSOR else n_threads or _n_threads(library, params)
+    is_of_file = bool(weights.whole) and library.has("model-from-file-with")
+    if not is_of_file:
+        library.need("model-from-memory")
+    is_locked = is_of_file or params.split_mode is not SplitMode.TENSOR
+    n_threads = n_threads or _n_threads(library, params) if is_locked else 1
     pointer, done = None, False
     keep: list[Any] = []
     cancelled = [False]
     try:
         with library.calling() as (ffi, lib):
             c_params, keep = fill_model_params(library, ffi, lib, params)
-            gguf = lib.gguf_init_from_file(
-                os.fsencode(weights.metadata), ffi.new("struct gguf_init_params *", [True])[0]
-            )
-            if not gguf:
-                raise CallFailed("gguf_init_from_file", None, library.log.said())
-            made: list[tuple[Any, str, int, int]] = []
-
-            def take(tensor: Any, _: object) -> None:
-                # Only noted: until the library returns, it may still free what it has made.
-                slot = ffi.string(lib.ggml_get_name(tensor)).decode("utf-8")
-                made.append((tensor, slot, int(lib.ggml_nbytes(tensor)), int(ffi.cast("int32_t *", tensor)[0])))
-
-            callback = library.callback("void(struct ggml_tensor *, void *)", take)
-            try:
-                pointer = library.call(lib.llama_model_init_from_user, gguf, callback, ffi.NULL, c_params)
-            finally:
-                lib.gguf_free(gguf)
+            made = _Made(ffi, lib, weights, n_threads, may_lack=not is_of_file)
+            # Only noted: until the library returns, it may still free what it has made.
+            note = made.tensors.append
+            callback = library.callback("void(struct ggml_tensor *, void *)", lambda tensor, _: note(tensor))
+            keep.append(callback)
+            if is_of_file:
+                function, path = "llama_model_load_from_file_with", os.fsencode(weights.whole)
+                pointer = library.call(lib.llama_model_load_from_file_with, path, c_params, callback, ffi.NULL)
+            else:
+                function = "llama_model_init_from_user"
+                gguf = _metadata(library, ffi, lib, weights.metadata)
+                try:
+                    pointer = library.call(lib.llama_model_init_from_user, gguf, callback, ffi.NULL, c_params)
+                finally:
+                    lib.gguf_free(gguf)
             if not pointer:
-                raise CallFailed("llama_model_init_from_user", None, library.log.said())
-            with ffi.from_buffer("uint8_t[]", weights.data) as base:
-                uploads = _uploads(ffi, base, weights.places, made)
+                raise CallFailed(function, None, library.log.said())
 
-                def go_on(share: float) -> bool:
-                    wanted = not (endable and library.is_unwanted) and (progress is None or progress(share))
-                    cancelled[0] = cancelled[0] or not wanted
-                    return wanted
+            def go_on(share: float) -> bool:
+                wanted = not (endable and library.is_unwanted) and (progress is None or progress(share))
+                cancelled[0] = cancelled[0] or not wanted
+                return wanted
 
-                if go_on(0.0):
-                    _upload(lib, uploads, go_on, n_threads)
+            made.fill(go_on)
         done = not cancelled[0]
     finally:
         if pointer and not done:
@@ -265,9 +269,86 @@ def load_user_model(
     if not done:
         raise LoadCancelled(name)
     model = Model(library, pointer, params, keep, name)
-    # The library counts what a file holds, and there was none; a tied output has the embedding's data.
-    model.size_bytes = sum(n_bytes for _, n_bytes in set(weights.places.values()))
+    if is_of_file:
+        model.refill = made.fill_again
+    else:
+        # The library counts what a file holds, and there was none; a tied output has the embedding's data.
+        model.size_bytes = sum(n_bytes for _, n_bytes in set(weights.places.values()))
     return model
+
+
+def _metadata(library: Library, ffi: Any, lib: Any, path: str) -> Any:
+    gguf = lib.gguf_init_from_file(os.fsencode(path), ffi.new("struct gguf_init_params *", [True])[0])
+    if not gguf:
+        raise CallFailed("gguf_init_from_file", None, library.log.said())
+    return gguf
+
+
+class _Made:
+    """The tensors of a model that the library has made, and where their bytes are. The library's lock is held.
+
+    Lifetime: of the model. Some tensors are made several times under one name (a tied output, rope_freqs).
+    """
+
+    def __init__(self, ffi: Any, lib: Any, weights: Weights, n_threads: int, *, may_lack: bool) -> None:
+        """Wait for tensors; with ``may_lack`` the library makes more than ``weights`` has."""
+        self._ffi = ffi
+        self._lib = lib
+        self._weights = weights
+        self._n_threads = n_threads
+        self._may_lack = may_lack
+        self._placed: tuple[str, ...] = ()
+        self.tensors: list[Any] = []
+        """Those that the library has asked for since the last fill, in that order."""
+
+    def fill(self, go_on: Callable[[float], bool] = lambda _: True) -> None:
+        """Upload the bytes of all that were asked for, as long as ``go_on`` wants it."""
+        tensors, self.tensors[:] = list(self.tensors), ()
+        self._placed = self._names(tensors)
+        with self._ffi.from_buffer("uint8_t[]", self._weights.data) as base:
+            uploads = self._uploads(base, tensors)
+            if go_on(0.0):
+                _upload(self._lib, uploads, go_on, self._n_threads)
+
+    def fill_again(self) -> None:
+        """Upload them again where the library has placed the model anew, as it was asked to or as before.
+
+        Raises:
+            CallFailed: it has not asked for all of them.
+        """
+        if not self.tensors:
+            return
+        now, before = self._names(self.tensors), self._placed
+        if set(now) != set(before):
+            told = f"it has asked for the bytes of {len(now)} tensors, and before for those of {len(before)}"
+            raise CallFailed("llama_context_set_split_mode", None, (told,))
+        self.fill()
+
+    def _names(self, tensors: Sequence[Any]) -> tuple[str, ...]:
+        return tuple(self._ffi.string(self._lib.ggml_get_name(one)).decode("utf-8") for one in tensors)
+
+    def _uploads(self, base: Any, tensors: Sequence[Any]) -> list[_Upload]:
+        """Find the data of every tensor, the largest first."""
+        ffi, places = self._ffi, self._weights.places
+        sizes = [int(self._lib.ggml_nbytes(one)) for one in tensors]
+        uploads = []
+        neutral: dict[float, Any] = {}
+        most = max((n for n, name in zip(sizes, self._placed, strict=True) if name not in places), default=0)
+        for tensor, name, n_bytes in zip(tensors, self._placed, sizes, strict=True):
+            if name in places:
+                offset, there = places[name]
+                if there != n_bytes:
+                    raise TensorUnknown(name, f"of {n_bytes} bytes, and the file has {there}")
+                uploads.append(_Upload(tensor, n_bytes, base + offset))
+                continue
+            value = neutral_value(name) if self._may_lack else None
+            if value is None or int(ffi.cast("int32_t *", tensor)[0]) != 0:
+                raise TensorUnknown(name, "which the file has not")
+            if value not in neutral:
+                neutral[value] = ffi.from_buffer("uint8_t[]", array("f", [value]) * (most // 4))
+            uploads.append(_Upload(tensor, n_bytes, neutral[value]))
+        uploads.sort(key=lambda one: -one.n_bytes)
+        return uploads
 
 
 def _n_threads(library: Library, params: ModelParams) -> int:
@@ -275,30 +356,6 @@ def _n_threads(library: Library, params: ModelParams) -> int:
     used = [one for one in library.devices(memory=False) if one.name.lower() in named or not named]
     backends = {one.backend for one in used if one.kind is not DeviceKind.ACCEL}
     return _N_THREADS if backends <= _CONCURRENT else 1
-
-
-def _uploads(
-    ffi: Any, base: Any, places: Mapping[str, tuple[int, int]], made: Sequence[tuple[Any, str, int, int]]
-) -> list[_Upload]:
-    """Find the data of every tensor that the library has made, the largest first."""
-    uploads = []
-    neutral: dict[float, Any] = {}
-    most = max((n_bytes for _, name, n_bytes, _ in made if name not in places), default=0)
-    for tensor, name, n_bytes, type_id in made:
-        if name in places:
-            offset, there = places[name]
-            if there != n_bytes:
-                raise TensorUnknown(name, f"of {n_bytes} bytes, and the file has {there}")
-            uploads.append(_Upload(tensor, n_bytes, base + offset))
-            continue
-        value = neutral_value(name)
-        if value is None or type_id != 0:
-            raise TensorUnknown(name, "which the file has not")
-        if value not in neutral:
-            neutral[value] = ffi.from_buffer("uint8_t[]", array("f", [value]) * (most // 4))
-        uploads.append(_Upload(tensor, n_bytes, neutral[value]))
-    uploads.sort(key=lambda one: -one.n_bytes)
-    return uploads
 
 
 def _upload(lib: Any, uploads: Sequence[_Upload], go_on: Callable[[float], bool], n_threads: int) -> None:

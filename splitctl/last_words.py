@@ -11,7 +11,7 @@ LOG_PREFIX = "log: "
 #: The first of these that any line has decides; within it the last line.  Source: seen in 2026.6 to 2026.10 builds.
 _TELLING: tuple[tuple[str, ...], ...] = (
     ("GGML_ASSERT", "terminate called", "what():", "CUDA error", "Fatal Python error"),
-    ("error loading model", "failed to allocate", "error:", "Error:"),
+    ("error loading model", "failed to allocate", "error:", "Error:", "refused: "),
     ("failed", "invalid", "not supported", "unsupported", "cannot"),
 )
 

@@ -28,14 +28,23 @@ class Proof(Enum):
 
 
 class Route(Enum):
-    """Where a switch of a hosted session builds its target; any other session goes in place."""
+    """Where a switch builds its target, and who does the work; a session that is not hosted goes in place."""
 
     AUTO = "auto"
     """Beside what serves, where both fit; else in place."""
     BESIDE = "beside"
     """In a second worker, while the first one serves; refused where both do not fit."""
     IN_PLACE = "in-place"
-    """In the worker that serves, which frees the old placement first."""
+    """In the worker that serves, which frees the old placement first: native where that can be, else composed."""
+    NATIVE = "native"
+    """In place by the library's own call; refused where the build, the change or the session does not allow it."""
+    COMPOSED = "composed"
+    """In place by this program's sequence of calls."""
+
+    @property
+    def may_be_beside(self) -> bool:
+        """Whether a second worker may build the target."""
+        return self in {Route.AUTO, Route.BESIDE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +55,7 @@ class SwitchOptions:
         proof: how the restored state is proved.
         convert: whether the carry may be converted; False refuses a target that needs it.
         force: go on even if a trial in a child process failed, or memory seems too small.
-        via: where the target is built.
+        via: where the target is built, and by whom.
     """
 
     proof: Proof = Proof.BYTES
@@ -126,7 +135,7 @@ class Via(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Time spent in each stage, ms; None where the stage did not run or the library hides it."""
+    """Time spent in each stage, ms; None where the stage did not run, or the library's own call hides it."""
 
     quiescing: float | None = None
     checking: float | None = None
@@ -136,6 +145,7 @@ class StageTimes:
     placing: float | None = None
     building: float | None = None
     restoring: float | None = None
+    switching_natively: float | None = None
     proving: float | None = None
 
 
@@ -180,7 +190,8 @@ class SwitchOutcome:
         n_tokens: tokens carried, over all sequences.
         conversions: what was converted in the carry, one phrase each.
         via: who did the work.
-        via_reason: why it was not a second worker beside the first; empty where it was, or nobody asked for one.
+        via_reason: why it was not a second worker beside the first, nor the library's own call; empty where it was, or
+            nobody asked for one, or the build has no such call.
         peak_device_bytes: one entry a device.
         pause_ms: how long no token could be generated, ms; None when nothing stood still.
         weights: where the weights came from; None when nothing was placed.
@@ -303,6 +314,7 @@ class SwitchOutcome:
         """Say how fast each stage moved what it moves, GB/s (1e9 bytes); None where it moved nothing."""
         n_state = None if self.state_bytes is None else self.state_bytes - (self.ahead_bytes or 0)
         moved: dict[str, int | None] = dict.fromkeys(("saving", "sealing", "restoring", "proving"), n_state)
+        moved["switching_natively"] = self.weight_bytes
         moved["placing"] = self.weight_bytes if self.weights is not WeightsTier.RESIDENT else None
         rates: dict[str, Json] = {}
         for one in fields(StageTimes):

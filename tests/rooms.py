@@ -100,9 +100,7 @@ SPEAKS = ("splitctl.cli*", "splitctl.__main__", "splitctl.worker.main")
 OPENS = ("llama_native.library", "llama_native.pinning")
 #: Read the environment too: where an embedder's session opens, or a program looks for a hosted one, there is no command
 #: line that could pass it on.
-READS_ENVIRONMENT = frozenset(
-    {"splitctl.session.opening", "splitctl.client.target", "splitctl.compat.llama_cpp.files"}
-)
+READS_ENVIRONMENT = frozenset({"splitctl.session.opening", "splitctl.client.target", "splitctl.compat.llama_cpp.files"})
 
 #: A module says one thing, in about 400 lines; a cohesive one may take more.
 MAX_LINES = 600

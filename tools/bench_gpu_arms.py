@@ -122,11 +122,12 @@ class Clocked:
 
 
 class SessionArm:
-    """A session in this process, in a tier of weights."""
+    """A session in this process, in a tier of weights, moved by our calls or by the library's own."""
 
-    def __init__(self, job: Mapping[str, Any], weights: WeightsTier) -> None:
+    def __init__(self, job: Mapping[str, Any], weights: WeightsTier, via: Route = Route.COMPOSED) -> None:
         self._job = job
         self._weights = weights
+        self._via = via
         self._here, self._there = (Placement.from_json(job[name]) for name in ("here", "there"))
 
     def prepare(self) -> None:
@@ -170,7 +171,8 @@ class SessionArm:
         tries: list[str] = []
         found: dict[str, Any] = {}
         for number in range(_N_TRIES):
-            found = self.move(self._there if number % 2 == 0 else self._here)
+            # The library asks for the weights where it was so loaded; the first move away from the file is ours.
+            found = self._moved(self._there if number % 2 == 0 else self._here, Route.COMPOSED)
             if found["status"] != "switched":
                 raise ArmFailed(f"{found['status']}: {found['reason']}")
             tries.append(found["weights_reason"])
@@ -186,9 +188,14 @@ class SessionArm:
             # It has stood still while others were moved: as they were, it is at work first.
             self._generated()
             return self._generated()
+        return self._moved(target, self._via)
+
+    def _moved(self, target: Placement, via: Route) -> dict[str, Any]:
+        """Switch by a route."""
         self._clocked.calls.clear()
         began = perf_counter()
-        outcome = self._session.switch(target)
+        # What is asked for by name and forced waits for no trial of the call.
+        outcome = self._session.switch(target, via=via, force=via is Route.NATIVE)
         total_ms = (perf_counter() - began) * 1e3
         clocked = self._clocked.told()
         plain = outcome.to_json()
@@ -487,6 +494,10 @@ def arm_of(job: Mapping[str, Any]) -> Arm:
             return BareArm(job, WeightsTier.FILE)
         case "file" | "pinned" | "resident" as tier:
             return SessionArm(job, WeightsTier(tier))
+        case "native":
+            return SessionArm(job, WeightsTier.FILE, Route.NATIVE)
+        case "native-pinned":
+            return SessionArm(job, WeightsTier.PINNED, Route.NATIVE)
         case "beside" | "beside-idle" as name:
             return HostedArm(job, is_idle=name == "beside-idle")
         case "server":

@@ -2,21 +2,25 @@
 
     python -m tools.bench_gpu_switch [--json] [--model FILE|8b|27b|moe] [--tokens N] [--repeats N] [--only NAME ...]
                                      [--devices CUDA0,CUDA1] [--lib PATH] [--server PATH] [--budget-s S] [--md]
+                                     [--leave GIB]
     python -m tools.bench_gpu_switch --from FILE.json ... --docs       put results into docs/speed.md
 
 bare         the library's calls alone: size, get, free, free, load, build, set; pageable memory that was touched before
 file         ours, weights from the file
 pinned       ours, weights from a copy in pinned memory
+native, native-pinned   by the library's own call (a build of `ci/builds --native`), weights from the file, or from us,
+             who have the copy in pinned memory
 resident     ours, both placements on the devices
 beside       ours, hosted, one stream generates while a second worker takes over
 beside-idle  the same; four fifths of the tokens are in idle sequences
 server       without us: llama-server stopped with its slot saved, started in the other mode, slot restored
 fresh-layer, fresh-tensor   never moved: the first token and the rate that the others are compared with
 
-Every arm is a process. All that fit on the devices together are moved in turn, layer to tensor, then tensor to layer,
-in an order that changes from round to round, so that drift hits all alike; the last three, which start a process in
-every move, come after the others. What an arm cannot do is noted, and the others go on. With --budget-s the rounds end
-in time. Every move is told as it comes, one JSON object a line, on stderr.
+Without --only all are measured but the two of the library's own call, which other builds do not have. Every arm is a
+process. All that fit on the devices together are moved in turn, layer to tensor, then tensor to layer, in an order that
+changes from round to round, so that drift hits all alike; the last three, which start a process in every move, come
+after the others. What an arm cannot do is noted, and the others go on. With --budget-s the rounds end in time. Every
+move is told as it comes, one JSON object a line, on stderr.
 
 total_ms     of a move on the clock: median, min, max; pause_ms: how long no token could be generated
 stages_ms    of each stage, median, and gb_s where it moves bytes; "link": the share of what one link allows
@@ -52,12 +56,18 @@ from splitctl.placement import Placement, SplitMode
 from splitctl.planning.memory import carry_bytes
 from tools import bench_gpu_told as told
 from tools.check_gpu import ask, setup_of
+from tools.check_gpu_short import held
 from tools.children import last_words
 from tools.gpu_meter import HOST, Meter, Setup
 from tools.make_large import SHAPES, make_large
 from tools.places import CHECKOUT, default_folder
 
-ARMS = ("fresh-layer", "fresh-tensor", "bare", "file", "pinned", "resident", "beside", "beside-idle", "server")
+#: Arms of a library that has a call of its own for a switch.
+NATIVE_ARMS = ("native", "native-pinned")
+ARMS = (
+    "fresh-layer", "fresh-tensor", "bare", "file", "pinned", *NATIVE_ARMS,
+    "resident", "beside", "beside-idle", "server",
+)  # fmt: skip
 _CHILD = "tools.bench_gpu_arms"
 _LAYER, _TENSOR = SplitMode.LAYER, SplitMode.TENSOR
 #: Tokens of a context beyond those of the prompt: streams go on while a second worker loads.
@@ -370,7 +380,8 @@ def _about(setup: Setup, model: Path, facts: ModelFacts, options: argparse.Names
         "library": str(setup.library),
         "devices": list(setup.devices),
         "groups": list(setup.groups),
-        "source": f"tools.bench_gpu_switch --tokens {options.tokens} --repeats {options.repeats}",
+        "source": f"tools.bench_gpu_switch --tokens {options.tokens} --repeats {options.repeats}"
+        + ("" if options.leave is None else f" --leave {options.leave:g}"),
     }
     if setup.driver is not None:
         gpus = [int(group.removeprefix("gpu")) for group in dict.fromkeys(setup.groups) if group != HOST]
@@ -388,13 +399,15 @@ def measure(options: argparse.Namespace, tell: Callable[[dict[str, Any]], None])
     facts = read_facts(model)
     tell(about := _about(setup, model, facts, options))
     bench = Bench(setup, model, options, budget, tell)
-    room = None
-    if setup.driver is not None:
-        gpus = [int(group.removeprefix("gpu")) for group in dict.fromkeys(setup.groups) if group != HOST]
-        room = int(_FILL * sum(map(setup.driver.free, gpus)))
-    for is_slow in (False, True):
-        arms = [arm for arm in bench.arms if (arm.name in _SLOW) is is_slow]
-        bench.run(grouped(arms, needs_of(arms, facts, bench.modes[_LAYER]), room))
+    leave = {} if options.leave is None else dict.fromkeys(setup.groups, int(options.leave * (1 << 30)))
+    with held(leave):
+        room = None
+        if setup.driver is not None:
+            gpus = [int(group.removeprefix("gpu")) for group in dict.fromkeys(setup.groups) if group != HOST]
+            room = int(_FILL * sum(map(setup.driver.free, gpus)))
+        for is_slow in (False, True):
+            arms = [arm for arm in bench.arms if (arm.name in _SLOW) is is_slow]
+            bench.run(grouped(arms, needs_of(arms, facts, bench.modes[_LAYER]), room))
     plan = None
     if not options.no_plan:
         with suppress(OutOfTime, SystemExit, subprocess.TimeoutExpired):
@@ -419,16 +432,21 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=10_000, metavar="N", help="of the state (default: 10000)")
     parser.add_argument("--generate", type=int, default=64, metavar="N", help="tokens of a rate (default: 64)")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="moves each way that count (default: 5)")
-    parser.add_argument("--only", nargs="+", choices=ARMS, default=ARMS, metavar="NAME", help=f"of {', '.join(ARMS)}")
+    parser.add_argument("--only", nargs="+", choices=ARMS, metavar="NAME", help=f"of {', '.join(ARMS)}")
     parser.add_argument("--devices", default="CUDA0,CUDA1", help="two devices (default: CUDA0,CUDA1)")
     parser.add_argument("--lib", type=Path, help="the libllama; else the first usable one")
     parser.add_argument("--server", type=Path, help="llama-server (default: the one beside the library)")
     parser.add_argument("--budget-s", type=float, metavar="S", help="end in so many seconds with what there is")
+    parser.add_argument(
+        "--leave", type=float, metavar="GIB", help="let another process hold all memory of each GPU but so much"
+    )
     parser.add_argument("--no-plan", action="store_true", help="do not ask splitctl plan")
     parser.add_argument("--folder", type=Path, default=default_folder(), help="where models are made")
     parser.add_argument("--from", dest="results", nargs="+", type=Path, metavar="FILE", help="results of earlier runs")
     parser.add_argument("--docs", action="store_true", help="put the results into docs/speed.json and docs/speed.md")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.only = options.only or [arm for arm in ARMS if arm not in NATIVE_ARMS]
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

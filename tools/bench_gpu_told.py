@@ -26,13 +26,16 @@ _BEGIN, _END = "<!-- measured -->\n", "<!-- end of measured -->\n"
 #: Stages in the order in which they come, with a colour; those of llama-server's way among them.
 _STAGES = {
     "quiescing": "#bbbbbb", "checking": "#999999", "saving": "#4477aa", "sealing": "#66ccee", "freeing": "#aa3377",
-    "stopping": "#aa3377", "starting": "#ee6677", "placing": "#ee6677", "building": "#ccbb44", "restoring": "#228833",
+    "stopping": "#aa3377", "starting": "#ee6677", "placing": "#ee6677", "switching_natively": "#ee6677",
+    "building": "#ccbb44", "restoring": "#228833",
     "proving": "#88cc88",
 }  # fmt: skip
 #: Stages that a second worker passes, or that are passed, while streams go on.
 _MEANWHILE = {"checking", "starting", "placing", "building", "freeing"}
 #: What moves the state, and the direction of the link that it uses.
 _STATE_MOVES = {"saving": "from", "restoring": "to"}
+#: The tier of the planner that an arm goes by, where that is not its name.
+_TIERS = {"bare": "file", "beside-idle": "beside", "native": "file", "native-pinned": "pinned"}
 _LIMIT = {"own_ms": 50.0, "gb_s": 40.0, "rate": 0.98}
 #: Aims for a model of 28 GB: arm -> what, at most so many ms.
 _AIMS_MS = {
@@ -143,6 +146,7 @@ def _gb_s(stages: Mapping[str, float], move: Mapping[str, Any]) -> dict[str, flo
     """Say how fast stages moved what they move, GB/s."""
     n_state = (move.get("state_bytes") or 0) - (move.get("ahead_bytes") or 0)
     moved: dict[str, int | None] = dict.fromkeys(("saving", "sealing", "restoring", "proving"), n_state)
+    moved["switching_natively"] = move.get("weight_bytes")
     if move.get("weights") != "resident":
         moved["placing"] = move.get("weight_bytes")
     return {name: round(n / stages[name] / 1e6, 2) for name, n in moved.items() if n and stages.get(name)}
@@ -150,7 +154,7 @@ def _gb_s(stages: Mapping[str, float], move: Mapping[str, Any]) -> dict[str, flo
 
 def _memory(arm: Moved, plan: Mapping[str, Any] | None, groups: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Compare what an arm held with what the planner says of its tier, MiB."""
-    name = {"bare": "file", "beside-idle": "beside"}.get(arm.name, arm.name)
+    name = _TIERS.get(arm.name, arm.name)
     tier = (plan or {}).get(name)
     for group, (last, most) in arm.device_bytes.items():
         said = None
@@ -210,7 +214,7 @@ def _aims(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
                 for stage, rate in row["gb_s"].items()
                 if stage in _STATE_MOVES
             ]
-        if arm in {"file", "resident"} and "rate_ratio" in row:
+        if arm in {"file", "resident", "native", "native-pinned"} and "rate_ratio" in row:
             found.append(
                 ("rate against a fresh load", row["rate_ratio"], _LIMIT["rate"], row["rate_ratio"] >= _LIMIT["rate"])
             )

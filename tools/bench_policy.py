@@ -88,6 +88,10 @@ class _Lines:
         del before, after
         return self.pause + n_tokens * self.a_token, self.more_ms
 
+    def slowed_s(self, before: SplitMode) -> float:
+        del before
+        return 0.0
+
 
 def _between(rng: random.Random, low: float, high: float) -> float:
     """Draw a number whose logarithm is uniform."""

@@ -13,15 +13,18 @@ bytes_ratio       median of (proof on bytes) / (proof on positions): what readin
 interval          95 % of the medians of 2,000 resamples of the rounds
 cpu_ratio         overhead_ratio in processor time, which other programs on the machine disturb less
 
-times_faster      median of layer-tensor from the file / median of the route, proof on positions, where both were run
+times_faster      median of layer-tensor / median of the route, proof on positions, where both were run
 
 Buffers of some MiB come from fresh pages: malloc would give recycled ones to some moves and not to others.
 
 Routes: layer-layer moves the tensor_split between 1,1 and 3,1; layer-tensor changes the mode, with weights from the
 file; layer-tensor-pinned and layer-tensor-resident are the same in the other tiers of weights. Their bare calls are
 get, free, free, make from the copy (`llama_native.load_user_model`), build, set; and get, clear, set, between two
-contexts. Exit code 0: every switch was done, or a route is left out with a reason; 1: one was not. The ratios are
-printed, not judged.
+contexts. All of these are switched by our own sequence of calls. Where the library has a call of its own, there are
+layer-tensor-native and layer-tensor-pinned-native too, whose bare call it is.
+
+Exit code 0: every switch was done, or a route is left out with a reason; 1: one was not. The ratios are printed, not
+judged.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -41,13 +44,13 @@ from typing import Any
 import cffi
 import numpy as np
 
-from llama_native import Context, Library, Weights, load_user_model, state_get, state_set, state_size
+from llama_native import Context, Library, load_user_model, state_get, state_set, state_size
 from llama_native import library as opened  # the module: the log callback lives there
 from llama_native.context import fill_context_params
 from llama_native.model import fill_model_params
 from splitctl import FlashAttn, Placement, Proof, SamplerSpec, Session, SplitMode, SwitchStatus
 from splitctl.engine.engine import context_params, model_params
-from splitctl.outcome import WeightsTier
+from splitctl.outcome import Route, StageTimes, WeightsTier
 from tools.make_dummies import make_big
 from tools.places import default_folder, small_model
 
@@ -67,7 +70,7 @@ _GREEDY = SamplerSpec(temp=0.0)
 _COPY_S = 120.0
 _BIG = "big-500"
 BARE_STAGES = ("saving", "freeing", "placing", "building", "restoring")
-_STAGES = ("quiescing", "checking", "saving", "sealing", "freeing", "placing", "building", "restoring", "proving")
+_STAGES = tuple(one.name for one in fields(StageTimes))
 
 
 class Bare:
@@ -168,8 +171,7 @@ class BarePinned(Bare):
         placed.context.close()
         placed.model.close()
         laps.append(perf_counter())
-        weights = Weights(copy.metadata_path, copy.data, copy.places)
-        placed.params, placed.model = params, load_user_model(self._library, weights, params)
+        placed.params, placed.model = params, load_user_model(self._library, copy.weights, params)
         laps.append(perf_counter())
         placed.context = context = Context(placed.model, context_params(placement, embeddings=False))
         laps.append(perf_counter())
@@ -202,12 +204,39 @@ class BareResident(Bare):
         return times
 
 
-#: Route -> where its weights come from, and what its bare calls are.
-_ROUTES: Mapping[str, tuple[WeightsTier, type[Bare]]] = {
-    "layer-layer": (WeightsTier.FILE, Bare),
-    "layer-tensor": (WeightsTier.FILE, Bare),
-    "layer-tensor-pinned": (WeightsTier.PINNED, BarePinned),
-    "layer-tensor-resident": (WeightsTier.RESIDENT, BareResident),
+class BareOwn(Bare):
+    """The library's own call alone; what it needs of the session's copy is given to it."""
+
+    def switch(self, placement: Placement) -> Times:
+        """Move."""
+        context, mode = self._engine.live_context, model_params(placement).split_mode.value
+        laps, cpu = [perf_counter()], process_time()
+        is_moved = context.native_switch(mode, placement.tensor_split)
+        laps.append(perf_counter())
+        times = Times(laps[-1] - laps[0], process_time() - cpu)
+        if not is_moved:
+            raise SystemExit(f"the library cannot go to {placement.mode.value} mode by itself")
+        self._engine.moved(placement)
+        self._note(("switching_natively",), laps)
+        return times
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Where a route's weights come from, what its bare calls are, and who does our switch."""
+
+    tier: WeightsTier
+    bare: type[Bare]
+    via: Route = Route.COMPOSED
+
+
+_WAYS: Mapping[str, Way] = {
+    "layer-layer": Way(WeightsTier.FILE, Bare),
+    "layer-tensor": Way(WeightsTier.FILE, Bare),
+    "layer-tensor-pinned": Way(WeightsTier.PINNED, BarePinned),
+    "layer-tensor-resident": Way(WeightsTier.RESIDENT, BareResident),
+    "layer-tensor-native": Way(WeightsTier.FILE, BareOwn, Route.NATIVE),
+    "layer-tensor-pinned-native": Way(WeightsTier.PINNED, BareOwn, Route.NATIVE),
 }
 
 
@@ -258,7 +287,7 @@ def main() -> int:
     library = Library.open(options.lib, env=os.environ)
     runs, left_out = list[dict[str, Any]](), list[dict[str, str]]()
     for name, path in _models(options.models):
-        for route in (one for one in _ROUTES if options.k in one):
+        for route in (one for one in _routes(library) if options.k in one):
             try:
                 runs.append(_run(library, name, path, route, options))
             except LeftOut as why:
@@ -267,7 +296,7 @@ def main() -> int:
         raise SystemExit(left_out[0]["why"] if left_out else f"no route is called {options.k!r}")
     files = {run["model"]: run["median_ms"]["positions"] for run in runs if run["route"] == "layer-tensor"}
     for run in runs:
-        if _ROUTES[run["route"]][0] is not WeightsTier.FILE and run["model"] in files:
+        if run["route"] not in {"layer-layer", "layer-tensor"} and run["model"] in files:
             run["times_faster"] = round(files[run["model"]] / run["median_ms"]["positions"], 2)
     worst = max(runs, key=lambda run: run["overhead_ratio"])
     summary = {
@@ -284,6 +313,11 @@ def main() -> int:
     else:
         _show(summary)
     return 0
+
+
+def _routes(library: Library) -> Sequence[str]:
+    """Name the routes that a build has."""
+    return [name for name, way in _WAYS.items() if way.via is Route.COMPOSED or library.has("native-switch")]
 
 
 def _use_fresh_pages() -> None:
@@ -329,17 +363,17 @@ def _run(library: Library, name: str, path: Path, route: str, options: argparse.
     there = here.changed(tensor_split=(3.0, 1.0)) if route == "layer-layer" else here.changed(mode=SplitMode.TENSOR)
     tokens = [int(t) for t in np.random.default_rng(0).integers(5, 900, options.tokens)]
     samples = Samples()
-    tier, kind = _ROUTES[route]
-    with Session.open(path, here, library=library, prober=None, weights=tier) as session:
+    way = _WAYS[route]
+    with Session.open(path, here, library=library, prober=None, weights=way.tier) as session:
         session.prefill(tokens)
-        bare = kind(library, session)
+        bare = way.bare(library, session)
         here = session.placement
         there = there.changed(n_ctx=here.n_ctx)
-        _make_ready(session, tier, (there, here))
+        _make_ready(session, way, (there, here))
         arms: dict[str, Callable[[Placement], Times]] = {
             "bare": bare.switch,
-            "positions": lambda target: _switch(session, target, Proof.POSITIONS, samples),
-            "bytes": lambda target: _switch(session, target, Proof.BYTES, None),
+            "positions": lambda target: _switch(session, target, Proof.POSITIONS, samples, way.via),
+            "bytes": lambda target: _switch(session, target, Proof.BYTES, None, way.via),
         }
         orders = list(itertools.permutations(arms))
         for number in range(-WARM_UP, options.pairs):
@@ -362,15 +396,15 @@ def _run(library: Library, name: str, path: Path, route: str, options: argparse.
     }
 
 
-def _make_ready(session: Session, tier: WeightsTier, route: Sequence[Placement]) -> None:
+def _make_ready(session: Session, way: Way, route: Sequence[Placement]) -> None:
     """Let a tier have what it needs; LeftOut where it does not get it."""
     copy = session._live.engine.copy  # noqa: SLF001 - nobody else has to wait for it
     if copy is not None and not copy.wait(_COPY_S):
         raise LeftOut(f"there is no copy of the weights: {copy.why}")
-    for target in (*route, *route) if tier is not WeightsTier.FILE else ():
+    for target in (*route, *route) if way.tier is not WeightsTier.FILE else ():
         _switch(session, target, Proof.POSITIONS, None)
     last = session.last_switch
-    if last is not None and last.weights is not tier:
+    if last is not None and last.weights is not way.tier:
         raise LeftOut(f"weights came from {last.weights}: {last.weights_reason}")
 
 
@@ -384,9 +418,11 @@ def _there_and_back(session: Session, move: Callable[[Placement], Times], route:
     return Times(statistics.mean(t.wall_s for t in times), statistics.mean(t.cpu_s for t in times))
 
 
-def _switch(session: Session, target: Placement, proof: Proof, samples: Samples | None) -> Times:
+def _switch(
+    session: Session, target: Placement, proof: Proof, samples: Samples | None, via: Route = Route.COMPOSED
+) -> Times:
     started, cpu = perf_counter(), process_time()
-    outcome = session.switch(target, proof=proof)
+    outcome = session.switch(target, proof=proof, via=via)
     times = Times(perf_counter() - started, process_time() - cpu)
     if outcome.status is not SwitchStatus.SWITCHED:
         raise SystemExit(f"a switch ended {outcome.status.value}: {outcome.reason}")
@@ -428,7 +464,7 @@ def _show(summary: dict[str, Any]) -> None:
         low, high = run["interval"]
         medians = run["median_ms"]
         print(
-            f"{run['model']:10} {run['route']:21} overhead {run['overhead_ratio']:.3f} [{low:.3f}, {high:.3f}]"
+            f"{run['model']:10} {run['route']:26} overhead {run['overhead_ratio']:.3f} [{low:.3f}, {high:.3f}]"
             f"  cpu {run['cpu_ratio']['median']:.3f}  bytes x{run['bytes_ratio']:.3f}"
             f"  ({medians['bare']:.1f} / {medians['positions']:.1f} / {medians['bytes']:.1f} ms)"
             + (f"  {run['times_faster']:.1f} times as fast as file" if "times_faster" in run else "")
@@ -436,7 +472,7 @@ def _show(summary: dict[str, Any]) -> None:
         for whose in ("stages_ms", "bare_stages_ms"):
             print("           " + "  ".join(f"{name} {ms:.2f}" for name, ms in run[whose].items()))
     for one in summary["left_out"]:
-        print(f"{one['model']:10} {one['route']:21} left out: {one['why']}")
+        print(f"{one['model']:10} {one['route']:26} left out: {one['why']}")
 
 
 if __name__ == "__main__":

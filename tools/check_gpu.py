@@ -1,6 +1,6 @@
 """Compare the planner with the driver of a GPU, run the GPU out of memory, and time switches there.
 
-    python -m tools.check_gpu [--json] [--lib PATH] [--models 8b,27b] [--parts accuracy,short,rates]
+    python -m tools.check_gpu [--json] [--lib PATH] [--models 8b,27b] [--parts accuracy,short,rates,native]
                               [--device CUDA0,CUDA1] [--sizes CTXxUBATCH,...] [--folder DIR]
 
 One GPU stands for two with GGML_CUDA_DEVICES=2; what lies on it is then compared as one sum. Models of these sizes are
@@ -11,6 +11,8 @@ accuracy  for each model, each size, and layer, tensor and the switch between th
           most that the driver counts (20 looks a second) over what was there before: within 3 % or 300 MiB, never under
 short     another process holds the rest of the GPU: what a session comes to that does not fit, and whether a hosted one
           falls back with the right tokens (see `check_gpu_short`)
+native    only by name, for a library with a call of its own for a switch: the call finds no memory and returns, and the
+          session goes on as it was (see `check_gpu_native`)
 rates     switch times with a long state, tokens a second in each mode, and what `splitctl explain` makes of them
 
 failed    how many of all these are wrong; exit code 1 when there are any
@@ -33,6 +35,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from splitctl.placement import Placement, SplitMode
+from tools.check_gpu_native import declining
 from tools.check_gpu_short import shortage
 from tools.children import run_child
 from tools.gpu_meter import HOST, Driver, Meter, Setup, group_of, visible_gpus
@@ -231,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="CUDA0,CUDA1", help="two devices (default: CUDA0,CUDA1)")
     parser.add_argument("--models", default="8b,27b", help=f"of {', '.join(SHAPES)}; the first for short and rates")
     parser.add_argument("--sizes", type=_sizes, default="8192x512,32768x2048", help="contexts and micro-batches")
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)} (default: these), and native")
     parser.add_argument("--state", type=int, default=_STATE_TOKENS, metavar="N", help="tokens of the state to switch")
     parser.add_argument("--folder", type=Path, default=default_folder(), help="where models are made")
     options = parser.parse_args(arguments)
@@ -254,6 +257,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failures += [found["trouble"]] if "trouble" in found else []
     if "short" in parts:
         found = body["short"] = shortage(setup, models[names[0]], options.sizes[0])
+        told(found)
+        failures += found["failures"]
+    if "native" in parts:
+        found = body["native"] = declining(setup, models[names[0]], options.sizes[0])
         told(found)
         failures += found["failures"]
     body |= {"failed": len(failures), "failures": failures}

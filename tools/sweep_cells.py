@@ -29,7 +29,7 @@ from splitctl.engine.host_copy import HostCopy
 from splitctl.errors import Refused
 from splitctl.ipc.probes import Prober
 from splitctl.model.facts import ModelFacts, read_facts
-from splitctl.outcome import SwitchOutcome, SwitchStatus, WeightsTier
+from splitctl.outcome import Route, SwitchOutcome, SwitchStatus, Via, WeightsTier
 from splitctl.placement import Placement, SplitMode
 from splitctl.probing import VerdictCache
 from splitctl.session import Session
@@ -113,10 +113,17 @@ class Sweep:
     """The cells of one model."""
 
     def __init__(
-        self, library: Library, path: Path, prober: Prober, folder: Path, weights: WeightsTier = WeightsTier.FILE
+        self,
+        library: Library,
+        path: Path,
+        prober: Prober,
+        folder: Path,
+        weights: WeightsTier = WeightsTier.FILE,
+        via: Route = Route.COMPOSED,
     ) -> None:
         self.library = library
         self.weights = weights
+        self.via = via
         self.refused_tier = ""
         self.copy: HostCopy | None = None
         self.path = path
@@ -148,6 +155,11 @@ class Sweep:
             except NativeError as error:
                 say(cell=cell, status="not-opened", why=str(error))
                 return
+            if self.via is Route.NATIVE and self.copy is not None:
+                # The library's own call takes the bytes from where the model in use was made of.
+                say(cell=cell, stage="loading from the copy")
+                for place in (target, origin):
+                    session.switch(placement_of(place, layout), via=Route.COMPOSED)
             say(cell=cell, stage="switching")
             reasons = self._switch_and_check(session, placement_of(target, layout), cell)
             if reasons is None and self.refused_tier:
@@ -219,20 +231,28 @@ class Sweep:
         origin = session.placement
         before = self._see(session)
         self._need_content(before)
-        outcome = session.switch(target)
+        outcome = session.switch(target, via=self.via)
         if outcome.status is SwitchStatus.REFUSED:
             need(session.placement == origin, "a refused switch changed the placement")
             self._need_equal(before, self._see(session), "after the refusal")
+            if self.via is not Route.COMPOSED:
+                composed = session.switch(target, via=Route.COMPOSED)
+                need(composed.status is SwitchStatus.REFUSED, f"it is refused by this route alone: {outcome.reason}")
             self._go_on(session)
             return [[one.code, one.text] for one in outcome.reasons]
-        self._need_switched(outcome, "the switch")
+        self._need_switched(outcome, "the switch", self.via)
         self._need_equal(before, self._see(session), "after the switch")
         say(cell=cell, stage="returning")
-        self._need_switched(session.switch(origin), "the way back")
+        self._need_switched(session.switch(origin, via=self.via), "the way back", self.via)
         self._need_equal(before, self._see(session), "after the round trip")
         need(not session.placement.differs(origin), "the round trip ends in another placement")
+        if self.via is not Route.COMPOSED:
+            say(cell=cell, stage="switching by the composed route")
+            for place in (target, origin):
+                self._need_switched(session.switch(place, via=Route.COMPOSED), "the composed switch", Route.COMPOSED)
+                self._need_equal(before, self._see(session), "after the composed switch")
         say(cell=cell, stage="switching again")
-        self._need_switched(session.switch(target), "the second switch")
+        self._need_switched(session.switch(target, via=self.via), "the second switch", self.via)
         say(cell=cell, stage="going on")
         went = self._go_on(session)
         last = session.last_switch
@@ -255,11 +275,12 @@ class Sweep:
         for one in seen.carry.sequences:
             need(one.tokens.size > 0, f"sequence {one.seq_id} holds no tokens")
 
-    def _need_switched(self, outcome: SwitchOutcome, what: str) -> None:
+    def _need_switched(self, outcome: SwitchOutcome, what: str, via: Route) -> None:
         need(
             outcome.status is SwitchStatus.SWITCHED,
             f"{what} came to {outcome.status.value} at {outcome.stage}: {outcome.reason}",
         )
+        need(outcome.via is Via(via.value), f"{what} was {outcome.via.value}: {outcome.via_reason}")
         if outcome.weights is not self.weights:
             is_refused = self.weights is WeightsTier.PINNED and "is refused with this build" in outcome.weights_reason
             need(is_refused, f"{what} took the weights from {outcome.weights}: {outcome.weights_reason}")
@@ -409,7 +430,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run cells, or a control.
 
     Args:
-        arguments: one JSON object: library, path, verdicts, weights, cells; of a control library, path, place, layout.
+        arguments: one JSON object: library, path, verdicts, weights, via, cells; of a control library, path, place,
+            layout.
 
     Returns:
         Exit code 0, unless the process dies.
@@ -423,7 +445,7 @@ def main(arguments: Sequence[str]) -> int:
     prober = Prober(Path(job["library"]), dict(os.environ), VerdictCache(Path(job["verdicts"])))
     shared = "/dev/shm"  # noqa: S108 - memory instead of a disk where there is one; a private folder inside
     with tempfile.TemporaryDirectory(dir=shared if Path(shared).is_dir() else None) as folder:
-        sweep = Sweep(library, path, prober, Path(folder), WeightsTier(job["weights"]))
+        sweep = Sweep(library, path, prober, Path(folder), WeightsTier(job["weights"]), Route(job["via"]))
         for cell in job["cells"]:
             guarded(sweep.run, cell)
     return 0

@@ -61,6 +61,7 @@ class Tally:
         n_refused: cells that were refused.
         refused: by code: how many cells, which models, and one text.
         failed: model, cell and why of each cell that failed.
+        died: how many of those ended their process.
     """
 
     models: set[str] = field(default_factory=set)
@@ -68,6 +69,7 @@ class Tally:
     n_refused: int = 0
     refused: dict[str, dict[str, Any]] = field(default_factory=dict)
     failed: list[dict[str, Any]] = field(default_factory=list)
+    died: int = 0
 
     @property
     def n_cells(self) -> int:
@@ -75,7 +77,7 @@ class Tally:
         return self.passed + self.n_refused + len(self.failed)
 
     def add(self, model: str, told: Mapping[str, Any]) -> None:
-        """Count one cell: its status (passed, refused, failed), and its reasons or why."""
+        """Count one cell: its status (passed, refused, failed), its reasons or why, and whether its process died."""
         self.models.add(model)
         if told["status"] == "passed":
             self.passed += 1
@@ -88,6 +90,7 @@ class Tally:
                     entry["models"].append(model)
         else:
             self.failed.append({"model": model, "cell": told["cell"], "why": told["why"]})
+            self.died += bool(told.get("died"))
 
     def result(self) -> dict[str, Any]:
         """Give the counts for the program's JSON object."""
@@ -98,6 +101,7 @@ class Tally:
             "refused": self.n_refused,
             "refused_by": dict(sorted(self.refused.items())),
             "failed": len(self.failed),
+            "died": self.died,
             "failures": self.failed,
         }
 
@@ -202,7 +206,8 @@ def _print_table(result: Mapping[str, Any]) -> None:
     """Print the result for people; only the codec's has states and memories."""
     print(f"{result['library']}: {result['models']} models, {result['cells']} cells in {result['seconds']} s")
     states = f" ({result['states']} states)" if "states" in result else ""
-    print(f"passed {result['passed']}{states}, refused {result['refused']}, failed {result['failed']}")
+    passed, refused, failed, died = (result[name] for name in ("passed", "refused", "failed", "died"))
+    print(f"passed {passed}{states}, refused {refused}, failed {failed}, died {died}")
     for code, entry in result["refused_by"].items():
         print(f"  {code}: {entry['cells']} cells of {len(entry['models'])} models, as: {entry['example']}")
     for known, n_cells in result.get("ambiguous", {}).items():

@@ -32,6 +32,7 @@ ggml_backend_reg_t ggml_backend_rpc_add_server(const char *endpoint);
 void ggml_backend_rpc_start_server(const char *endpoint, const char *cache_dir, size_t n_threads, size_t n_devices, ggml_backend_dev_t *devices);
 
 struct llama_model *llama_model_load_from_file(const char *path_model, struct llama_model_params params);
+struct llama_model *llama_model_load_from_file_with(const char *path_model, struct llama_model_params params, llama_model_set_tensor_data_t set_tensor_data, void *userdata);
 struct llama_model *llama_model_init_from_user(struct gguf_context *metadata, llama_model_set_tensor_data_t set_tensor_data, void *set_tensor_data_ud, struct llama_model_params params);
 void llama_model_free(struct llama_model *model);
 const struct llama_vocab *llama_model_get_vocab(const struct llama_model *model);

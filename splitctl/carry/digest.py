@@ -33,11 +33,14 @@ class Digest:
         # Each thread takes the next one; that is one step of the interpreter's.
         self._next = iter(range(len(self._chunks)))
         most = min(_MAX_THREADS, len(os.sched_getaffinity(0))) if n_threads is None else n_threads
-        self._threads = [
-            threading.Thread(target=self._take, name="digest", daemon=True) for _ in range(min(most, len(self._chunks)))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        for _ in range(min(most, len(self._chunks))):
+            thread = threading.Thread(target=self._take, name="digest", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the system has none to give; those that run, and the caller, do it
+                break
+            self._threads.append(thread)
 
     def _take(self) -> None:
         for index in self._next:

@@ -6,17 +6,14 @@ import csv
 import io
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
+from splitctl.cli.grids import Grid, stdout_width, table_of
 from splitctl.outcome import StageTimes
 from splitctl.planning.profile import MeasuredMode, Profile, Spread
 
-#: The widest table wants so much; a narrower terminal gets its first columns, a file all of them [columns].
-_WIDTH, _N_NARROW = 160, 7
 _STAGES = tuple(one.name for one in fields(StageTimes))
 #: Stages that take no time worth a column: the boundary, and the check, which runs beside the streams.
 _SHOWN_STAGES = _STAGES[2:]
@@ -25,16 +22,6 @@ _CSV = (
     "kind", "mode", "n_ubatch", "n_tokens", "n_seq", "depth", "before", "after", "way", "first", "n", "median_s",
     "low_s", "high_s", "tokens_s", "total_s", "more_ms", *(f"{stage}_ms" for stage in _STAGES),
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """A table of texts; the first `n_left` columns are flush left."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    n_left: int = 1
 
 
 def grids(profile: Profile) -> tuple[Grid, ...]:
@@ -48,6 +35,7 @@ def grids(profile: Profile) -> tuple[Grid, ...]:
                 for mode in profile.modes
                 for one in mode.reads
             ),
+            spare=("from - to", "-ub", "time"),
         ),
         Grid(
             "generation",
@@ -57,6 +45,7 @@ def grids(profile: Profile) -> tuple[Grid, ...]:
                 for mode in profile.modes
                 for one in mode.steps
             ),
+            spare=("from - to", "-ub", "a step"),
         ),
         Grid(
             "switches (stages in ms)",
@@ -71,26 +60,21 @@ def grids(profile: Profile) -> tuple[Grid, ...]:
                 for one in profile.switches
             ),
             n_left=3,
+            spare=(*_SHOWN_STAGES[::-1], "+ a token", "total", "first"),
         ),
-        Grid("not measured", ("what", "why"), tuple((one.what, one.why) for one in profile.left_out), n_left=2),
+        Grid(
+            "not measured", ("what", "why"), tuple((one.what, one.why) for one in profile.left_out), n_left=2,
+            folded="why",
+        ),
     ]  # fmt: skip
     return tuple(one for one in found if one.rows)
 
 
 def print_tables(profile: Profile) -> None:
     """Print all tables on stdout."""
-    width = None if sys.stdout.isatty() else _WIDTH
-    console = Console(file=sys.stdout, highlight=False, width=width)
-    is_narrow = console.width < _WIDTH
+    console, width = Console(file=sys.stdout, highlight=False, soft_wrap=True), stdout_width()
     for grid in grids(profile):
-        n_shown = _N_NARROW if is_narrow else len(grid.columns)
-        table = Table(title=grid.title, title_justify="left")
-        for number, name in enumerate(grid.columns[:n_shown]):
-            # A reason may take several lines, and a number one.
-            table.add_column(name, justify="left" if number < grid.n_left else "right", no_wrap=name != "why")
-        for row in grid.rows:
-            table.add_row(*map(escape, row[:n_shown]))
-        console.print(table)
+        console.print(table_of(grid, width))
 
 
 def markdown_of(profile: Profile) -> str:

@@ -8,12 +8,20 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
-from rich.markup import escape
 from rich.table import Table
 
+from splitctl.cli.grids import Grid, stdout_width, table_of
 from splitctl.cli.hosts import with_screen
 from splitctl.cli.output import ExitCode, Screen
-from splitctl.cli.profiled import find_profile, profile_json, profile_options, read_rates, source_line
+from splitctl.cli.profiled import (
+    find_profile,
+    measured_with,
+    no_room,
+    profile_json,
+    profile_options,
+    read_rates,
+    source_line,
+)
 from splitctl.errors import ConfigInvalid
 from splitctl.outcome import WeightsTier
 from splitctl.placement import Placement
@@ -90,19 +98,22 @@ def explain(
         return _by_rates(rates_file, work, weights, switch_s, screen)
     if model is None:
         raise click.UsageError("name a model that splitctl bench has measured (-m), or a file of rates (--rates)")
+    why = no_room(placement, prompt + generate, placement.n_seq_max)
+    if why:
+        return screen.fail("ContextFull", why, ExitCode.REFUSED)
     found = find_profile(model, placement, library, rpc)
     kept = found.kept or found.stale
     if kept is None:
         return screen.fail("NoProfile", found.why, ExitCode.FAILED)
     try:
-        advice = advise(kept.profile, work, n_seq=placement.n_seq_max, way=weights, switch_s=switch_s)
+        measured = measured_with(kept.profile, placement)
+        advice = advise(measured, work, n_seq=placement.n_seq_max, way=weights, switch_s=switch_s)
     except ModeNotMeasured as error:
         return screen.fail(type(error).__name__, str(error), ExitCode.FAILED)
     if found.stale is not None:
         screen.line(f"warning: {found.why}")
-    reach = min(one.reach for one in kept.profile.modes)
-    if work.prompt + work.generate > _FAR * reach:
-        screen.line(f"warning: measured up to {reach:,} tokens; beyond that the straight lines go on")
+    if work.prompt + work.generate > _FAR * measured.reach:
+        screen.line(f"warning: measured up to {measured.reach:,} tokens; beyond that the straight lines go on")
     body = advice.to_json() | {"sequences": placement.n_seq_max, "profile": profile_json(found)}
     tables = _tables(advice.comparison, body["tiers"]) if advice.comparison is not None else []
     return screen.answer(body, source_line(kept), *tables, advice.sentence)
@@ -137,10 +148,7 @@ def _tables(comparison: Comparison, tiers: Mapping[str, Mapping[str, Any]]) -> l
 
 
 def _table(comparison: Comparison) -> Table:
-    table = Table()
-    table.add_column("choice")
-    for name in ("prompt", "switch", "generate", "total"):
-        table.add_column(escape(f"{name} [s]"), justify="right")
+    rows = []
     work, rates = comparison.work, comparison.rates
     for choice in Choice:
         mark = "*" if choice is comparison.best else " "
@@ -150,23 +158,24 @@ def _table(comparison: Comparison) -> Table:
         if choice.is_switch:
             generating += work.generate * rates.after_switch_ms / 1e3
         total = f"{comparison.seconds[choice]:,.1f}"
-        table.add_row(f"{mark} {choice.value}", f"{reading:,.1f}", switching, f"{generating:,.1f}", total)
-    return table
+        rows.append((f"{mark} {choice.value}", f"{reading:,.1f}", switching, f"{generating:,.1f}", total))
+    columns = ("choice", "prompt [s]", "switch [s]", "generate [s]", "total [s]")
+    return table_of(Grid("", columns, tuple(rows), spare=columns[3:0:-1]), stdout_width())
 
 
 def _tiers_table(tiers: Mapping[str, Mapping[str, Any]]) -> Table:
     """Lay out from how long a prompt and answer on a switch pays, by the tier of its weights."""
-    table = Table()
-    table.add_column("weights")
-    for name in ("switch [s]", "a token [ms]", "prompt >", "answer >", "total [s]"):
-        table.add_column(escape(name), justify="right")
+    rows = []
     for tier, one in tiers.items():
         even, seconds = one["break_even"], one["seconds"]
-        table.add_row(
-            tier,
-            f"{one['switch_s']:,.2f}",
-            f"{one['ms_per_token']:g}",
-            *("never" if even[name] is None else f"{even[name]:,}" for name in ("prompt", "generate")),
-            "-" if seconds is None else f"{seconds:,.1f}",
+        rows.append(
+            (
+                tier,
+                f"{one['switch_s']:,.2f}",
+                f"{one['ms_per_token']:g}",
+                *("never" if even[name] is None else f"{even[name]:,}" for name in ("prompt", "generate")),
+                "-" if seconds is None else f"{seconds:,.1f}",
+            )
         )
-    return table
+    columns = ("weights", "switch [s]", "a token [ms]", "prompt >", "answer >", "total [s]")
+    return table_of(Grid("", columns, tuple(rows), spare=("a token [ms]", "total [s]")), stdout_width())

@@ -12,7 +12,7 @@ from rich.table import Table
 from splitctl.cli.child import ask
 from splitctl.cli.hosts import with_screen
 from splitctl.cli.options import library_option, rpc_option, verbose_option
-from splitctl.cli.output import ExitCode, Screen, mib
+from splitctl.cli.output import ExitCode, Screen, mib, one_line
 from splitctl.ipc.jobs import DevicesRequest, DoctorRequest
 
 
@@ -40,11 +40,17 @@ def devices(*, library: Path | None, rpc: tuple[str, ...], screen: Screen) -> in
 @click.command()
 @library_option
 @rpc_option
+@click.option(
+    "-m",
+    "--model",
+    type=click.Path(path_type=Path),
+    help="A GGUF: say what is known of the library's own call for a switch with it.",
+)
 @verbose_option
 @with_screen
-def doctor(*, library: Path | None, rpc: tuple[str, ...], screen: Screen) -> int:
+def doctor(*, library: Path | None, rpc: tuple[str, ...], model: Path | None, screen: Screen) -> int:
     """Say which libllama is used and why, its layout, what it can do, its devices, and warnings."""
-    answer = ask(DoctorRequest(library, rpc), screen)
+    answer = ask(DoctorRequest(library, rpc, model), screen)
     # What is known is a report to a person, even if it is not all.
     if answer.code is ExitCode.DONE or (answer.body and not screen.as_json):
         screen.answer(answer.body, "\n".join(_report(answer.body)))
@@ -65,6 +71,7 @@ def _report(body: dict[str, Any]) -> Iterator[str]:
         yield f"  cannot: {', '.join(found['missing']) or '-'}"
         for name, value in found["facts"].items():
             yield f"  {name.replace('_', ' ')}: {value}"
+        yield from _own_call(found, body.get("own_call"))
     if "devices" in body:
         yield "devices:"
         for one in body["devices"]:
@@ -76,3 +83,17 @@ def _report(body: dict[str, Any]) -> Iterator[str]:
     yield from (f"  ! {one['text']}" for one in body.get("warnings", ()))
     if found is not None and not body.get("warnings"):
         yield "no warnings"
+
+
+def _own_call(library: dict[str, Any], known: list[dict[str, Any]] | None) -> Iterator[str]:
+    """Say whether the library has a call of its own for a switch, and what trials of it with a model came to."""
+    if "native-switch" not in library["capabilities"]:
+        yield "  own call for a switch: none; switches are composed of other calls"
+        return
+    yield "  own call for a switch: exported; tried in a child before it is taken"
+    for one in known or ():
+        shares = f" {':'.join(map(str, one['tensor_split']))}" if one["tensor_split"] else ""
+        why = f": {one_line(one['why'])}" if one["why"] else ""
+        yield f"    to {one['mode']}{shares}, {one['trial']}, on {','.join(one['devices'])}: {one['verdict']}{why}"
+    if known == []:
+        yield "    not tried with this model yet"

@@ -23,6 +23,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 
 from splitctl.ipc.jobs import Fault, Progress
+from splitctl.outcome import Stage
 
 _MIB = 1024 * 1024
 
@@ -251,6 +252,8 @@ def switch_table(outcome: Mapping[str, Any]) -> Table:
     table.add_column("GB/s", justify="right")
     rates = outcome.get("stages_gb_s") or {}
     for stage, value in (outcome.get("stages_ms") or {}).items():
+        if stage == Stage.SWITCHING_NATIVELY.value and value is None:
+            continue
         rate = rates.get(stage)
         table.add_row(stage, ms(value), "" if rate is None else f"{rate:,.2f}")
     table.add_section()

@@ -140,7 +140,8 @@ def policy_config(
         raise NoNumbers(f"--policy auto cannot tell how fast the modes are: {found.why}; or give --rates FILE")
     if found.kept is None:
         log(f"policy: {found.why}; until then that profile is used")
-    return PolicyConfig(costs_of(kept.profile, way_of(kept.profile, weights)), day_of(kept), settings)
+    costs = costs_of(kept.profile, way_of(kept.profile, weights), on_processors=kept.on_processors)
+    return PolicyConfig(costs, day_of(kept), settings)
 
 
 def _rated(file: Path, weights: WeightsTier) -> Costs:

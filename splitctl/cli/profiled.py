@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from splitctl.cli.options import Command, library_option, placement_options, rpc_option
+from splitctl.cli.options import Command, library_option, named, placement_options, rpc_option
 from splitctl.cli.prompts import read_up_to
 from splitctl.model.facts import read_facts
 from splitctl.placement import Placement
@@ -17,27 +18,29 @@ from splitctl.planning.cost import Rates, RatesInvalid, parse_rates
 
 if TYPE_CHECKING:
     from splitctl.ipc.profiles import Found, KeptProfile
+    from splitctl.planning.profile import Profile
 
 #: A longer file holds no rates [bytes].
 _MAX_RATES_BYTES = 1024 * 1024
 
-#: Fields of a placement that a profile does not depend on; `-np` says for how many sequences is asked.
-_NOT_OF_THE_KEY = ("mode", "main_gpu", "n_ctx", "n_batch", "n_ubatch", "kv_unified")
+#: Fields of a placement that nothing here depends on.
+_LEFT_OUT = ("mode", "main_gpu")
 
 #: What must not differ for the times of a profile to be of any use.
 _OF_ANOTHER_MACHINE = frozenset({"model", "devices", "rpc"})
 
 
 def profile_options(command: Command) -> Command:
-    """Add `-m`, `--lib`, `--rpc` and the placement flags that a profile depends on, and `-np`.
+    """Add `-m`, `--lib`, `--rpc` and the placement flags, but for the mode.
 
+    `-np` says for how many sequences is asked, `-c` what they have room for, `-ub` which measured size counts.
     The command gets `model` (None where no flag and no variable names one), `library`, `rpc` and `placement`.
     """
     model = click.option(
         "-m", "--model", type=click.Path(path_type=Path), envvar="LLAMA_ARG_MODEL",
         help="The GGUF file; its profile is taken, as splitctl bench measured it.",
     )  # fmt: skip
-    placed = functools.partial(placement_options, left_out=_NOT_OF_THE_KEY)
+    placed = functools.partial(placement_options, left_out=_LEFT_OUT)
     return model(placed(library_option(rpc_option(command))))
 
 
@@ -61,6 +64,41 @@ def find_profile(model: Path, placement: Placement, library: Path | None, rpc: t
         return found
     differs = ProfileKey.of(Path(told["path"]), facts, placement, names, rpc).differs(found.stale.key)
     return found if _OF_ANOTHER_MACHINE.isdisjoint(differs) else Found(None, found.why)
+
+
+def measured_with(profile: Profile, placement: Placement) -> Profile:
+    """Give what was measured with the `-ub` that a user names; without one all of it, of which the fastest counts.
+
+    Raises:
+        BadParameter: that size was not measured.
+    """
+    n = min(placement.n_ubatch, placement.n_batch)
+    if not named(["n_ubatch"]):
+        return profile
+    found = tuple(one for one in profile.modes if one.n_ubatch == n)
+    if not found:
+        sizes = " or ".join(str(one) for one in sorted({one.n_ubatch for one in profile.modes}))
+        message = f"{n} was not measured; wanted: {sizes}, or measure it: splitctl bench --ubatch {n}"
+        raise click.BadParameter(message, param_hint="-ub")
+    return dataclasses.replace(profile, modes=found)
+
+
+def no_room(placement: Placement, n_tokens: int, n_together: int = 1) -> str:
+    """Say why a context has no room for sequences of so many tokens each; empty where it has, or none is named.
+
+    Args:
+        placement: the context.
+        n_tokens: of the prompt and the answer of one sequence.
+        n_together: sequences that are there at once.
+    """
+    room, wanted = placement.n_ctx // placement.n_streams, n_tokens
+    if placement.kv_unified:
+        wanted *= n_together
+    if not placement.n_ctx or wanted <= room:
+        return ""
+    of = f", {placement.n_ctx:,} for {placement.n_streams} sequences" if placement.n_streams > 1 else ""
+    least = wanted * placement.n_streams
+    return f"{wanted:,} tokens of prompt and answer, and the context holds {room:,}{of}; raise -c to {least}"
 
 
 def profile_json(found: Found) -> dict[str, Any] | None:

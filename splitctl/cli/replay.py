@@ -9,13 +9,21 @@ from pathlib import Path
 from typing import IO, Any
 
 import click
-from rich.markup import escape
 from rich.table import Table
 
+from splitctl.cli.grids import Grid, stdout_width, table_of
 from splitctl.cli.hosts import with_screen
 from splitctl.cli.output import ExitCode, Screen
 from splitctl.cli.policy_options import bounds_options, way_of
-from splitctl.cli.profiled import find_profile, profile_json, profile_options, read_rates, source_line
+from splitctl.cli.profiled import (
+    find_profile,
+    measured_with,
+    no_room,
+    profile_json,
+    profile_options,
+    read_rates,
+    source_line,
+)
 from splitctl.ipc.jobs import Progress
 from splitctl.outcome import Via, WeightsTier
 from splitctl.placement import Placement, SplitMode
@@ -92,8 +100,9 @@ def replay(
             if kept is None:
                 return screen.fail("NoProfile", found.why, ExitCode.FAILED)
             screen.line(f"warning: {found.why}" if found.kept is None else source_line(kept))
-            way = way or way_of(kept.profile, WeightsTier.FILE)
-            costs = costs_of(kept.profile, way)
+            measured = measured_with(kept.profile, placement)
+            way = way or way_of(measured, WeightsTier.FILE)
+            costs = costs_of(measured, way, on_processors=kept.on_processors)
             source = profile_json(found)
         with _opened(trace) as file:
             requests, n_all = read_trace(_lines(file, str(trace)), n_most)
@@ -105,6 +114,10 @@ def replay(
     except (TraceInvalid, ModeNotMeasured) as error:
         where = f"{trace}: " if isinstance(error, TraceInvalid) else ""
         return screen.fail(type(error).__name__, f"{where}{error}", ExitCode.FAILED)
+    longest = max(requests, key=lambda one: one.prompt + one.generated)
+    why = no_room(placement, longest.prompt + longest.generated)
+    if why:
+        return screen.fail("ContextFull", f"{trace}: the longest request is {why}", ExitCode.REFUSED)
     if n_all > n_most:
         screen.line(f"the first {n_most:,} of {n_all:,} requests are replayed; --first says how many")
     screen.line(f"switches are made {MADE[way]}; --way says how")
@@ -161,20 +174,21 @@ def _lines(file: IO[bytes], name: str) -> Iterator[str]:
 
 
 def _table(compared: Comparison) -> Table:
-    table = Table()
-    table.add_column("")
-    for name in ("total [s]", "wait mean", "95 %", "max", "first token 95 %", "switches", "regret"):
-        table.add_column(escape(name), justify="right")
+    columns = ("", "total [s]", "wait mean", "95 %", "max", "first token 95 %", "switches", "regret")
+    rows = []
     for one in compared.courses:
         told = one.to_json(compared.oracle)
         wait = told["wait_s"]
         regret = told["regret_s"]
-        table.add_row(
-            one.name,
-            f"{one.busy_s:,.1f}",
-            *(f"{wait[name]:,.1f}" for name in ("mean", "p95", "max")),
-            f"{told['first_token_s']['p95']:,.1f}",
-            f"{len(one.switched_at):,}",
-            "-" if regret is None else f"{regret:,.1f}",
+        rows.append(
+            (
+                one.name,
+                f"{one.busy_s:,.1f}",
+                *(f"{wait[name]:,.1f}" for name in ("mean", "p95", "max")),
+                f"{told['first_token_s']['p95']:,.1f}",
+                f"{len(one.switched_at):,}",
+                "-" if regret is None else f"{regret:,.1f}",
+            )
         )
-    return table
+    spare = ("first token 95 %", "max", "95 %", "regret", "wait mean")
+    return table_of(Grid("", columns, tuple(rows), spare=spare), stdout_width())

@@ -47,8 +47,9 @@ _LINE_BYTES = 4096
     type=click.Choice([one.value for one in Route]),
     default=Route.AUTO.value,
     show_default=True,
-    help="Where the target is built. beside: in a second process, while the first one serves. in-place: in the process "
-    "that serves, which frees the old placement first. auto: beside where both fit.",
+    help="Who builds the target. beside: a second process, while the first one serves. in-place: the process that "
+    "serves, which frees the old placement first; native: by the library's own call; composed: by a sequence of calls. "
+    "auto: beside where both fit, else native where the build does it right, else composed.",
 )
 @click.option("--dry-run", is_flag=True, help="Say what would happen, and change nothing.")
 @changes_options
@@ -171,6 +172,8 @@ def outcome_line(outcome: dict[str, Any]) -> str:
         parts.append(f"weights {outcome['weights']}")
     if outcome.get("via") == Via.BESIDE.value:
         parts.append(f"paused for {outcome.get('pause_ms') or 0.0:,.0f} ms")
+    if outcome.get("via") == Via.NATIVE.value:
+        parts.append("by the library's own call")
     parts.append(f"{n_tokens:,} tokens of {n_sequences} sequence{'' if n_sequences == 1 else 's'} carried")
     parts += [f"converted: {one}" for one in outcome.get("conversions") or ()]
     parts.append("confirmed" if outcome.get("confirmed") else "the first decode will confirm it")

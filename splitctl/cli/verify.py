@@ -6,14 +6,13 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
-from rich.box import HEAVY_HEAD, SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from splitctl.cli.child import Interrupts
+from splitctl.cli.grids import Grid, stdout_width, table_of
 from splitctl.cli.hosts import with_screen
 from splitctl.cli.options import (
     MODE,
@@ -33,6 +32,7 @@ from splitctl.model.facts import ModelFacts, read_facts
 from splitctl.outcome import to_plain
 from splitctl.placement import KV_TYPES, Placement, PlacementInvalid, SplitMode, parse_tensor_split
 from splitctl.probing import VerdictCache
+from splitctl.probing.comparing import nmse_limit, widened
 from splitctl.probing.matrix import cells, sequences
 from splitctl.probing.passage import PASSAGE
 from splitctl.probing.verdicts import shape_of
@@ -40,26 +40,11 @@ from splitctl.probing.verdicts import shape_of
 #: Of these a user gives several, or they are tried both ways.
 _LISTED = ("mode", "tensor_split", "type_k", "type_v", "offload_kqv", "n_seq_max", "kv_unified")
 
-_COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
-    ("", "right"),
-    ("mode", "left"),
-    ("cache", "left"),
-    ("K/V", "left"),
-    ("split", "left"),
-    ("sequences", "left"),
-    ("result", "left"),
-    ("NMSE", "right"),
-    ("same top", "right"),
-    ("PPL", "right"),
-    ("text", "left"),
-    ("state", "right"),
-    ("resident", "right"),
-    ("buffers", "right"),
-)
-
-#: The whole table wants such a terminal; a narrower one gets the first columns [columns].
-_FULL_WIDTH = 160
-_N_NARROW = 10
+_COLUMNS = (
+    "", "mode", "cache", "K/V", "split", "sequences", "result", "NMSE", "same top", "PPL", "text", "state", "resident",
+    "buffers",
+)  # fmt: skip
+_SPARE = ("buffers", "resident", "text", "state", "PPL", "same top", "NMSE", "cache", "split")
 
 _WHERE = {"both": (True, False), "devices": (True,), "host": (False,)}
 
@@ -267,22 +252,26 @@ def _said(found: dict[str, Any]) -> str:
 def _show(body: dict[str, Any]) -> None:
     """Print the table, and below it what is said of cells that are not simply right."""
     library, model = body["library"] or {}, body["model"]
-    width = None if sys.stdout.isatty() else _FULL_WIDTH
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True, width=width)
-    is_full = console.width >= _FULL_WIDTH
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     title = f"{model['name']} ({model['architecture']}) on {library.get('version')}"
-    table = Table(title=title, title_justify="left", box=HEAVY_HEAD if is_full else SIMPLE_HEAD, pad_edge=is_full)
-    columns = _COLUMNS if is_full else _COLUMNS[:_N_NARROW]
-    for name, justify in columns:
-        table.add_column(name, justify=justify, no_wrap=True)
-    for number, found in enumerate(body["cells"], start=1):
-        table.add_row(*_row(number, found)[: len(columns)])
-    console.print(table)
+    rows = tuple(_row(number, found) for number, found in enumerate(body["cells"], start=1))
+    console.print(table_of(Grid(title, _COLUMNS, rows, n_left=7, spare=_SPARE), stdout_width()))
     console.print("* the others are compared with it: NMSE of the logits, how often the top token is the same")
+    for found in body["cells"]:
+        if found.get("nmse_control") is not None:
+            console.print(_control(found), markup=False)
     for number, found in enumerate(body["cells"], start=1):
         said = _said(found)
         if said != found["verdict"]:
             console.print(f"{number}: {one_line(said)}", markup=False)
+
+
+def _control(found: dict[str, Any]) -> str:
+    """Say how far a reference is from itself, and which limit follows."""
+    types = found["type_k"], found["type_v"]
+    limit = widened(nmse_limit(*types), found["nmse_control"])
+    own = f"{'/'.join(types)} differs from itself by {found['nmse_control']:.1e} when it adds in another order"
+    return f"* {own}: the limit is {limit:.3g}"
 
 
 def _row(number: int, found: dict[str, Any]) -> tuple[str, ...]:

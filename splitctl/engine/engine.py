@@ -34,7 +34,6 @@ from llama_native import (
     ModelParams,
     SplitMode,
     TensorUnknown,
-    Weights,
     load_user_model,
 )
 from splitctl import placement as placing
@@ -193,6 +192,16 @@ class Engine:
         self.files = tuple(found)
 
     @property
+    def is_stale(self) -> bool:
+        """Whether the library's own call would read a file that is not what it was."""
+        return bool(self._stale) and self.own_call_reads is WeightsTier.FILE
+
+    @property
+    def own_call_reads(self) -> WeightsTier | None:
+        """Where the library's own call takes the weights of the placed model from; None where it could not move it."""
+        return self._placed.reads if self._placed is not None else None
+
+    @property
     def model(self) -> Model | None:
         """The placed model; None where there is none."""
         return self._placed.model if self._placed is not None else None
@@ -270,7 +279,8 @@ class Engine:
             came_from = WeightsTier.PINNED
         else:
             model = self._or_alone(load_file)
-        self._placed = _Placed(params, model)
+        reads = came_from if came_from is WeightsTier.FILE or model.refill is not None else None
+        self._placed = _Placed(params, model, reads)
         self.load_ms[came_from] = (perf_counter() - started) * 1e3
         # Beside one that stays it is the first half of a tier; alone it is a load like any other.
         self.came_from = WeightsTier.RESIDENT if self._kept else came_from
@@ -284,10 +294,9 @@ class Engine:
         if copy.why:
             self.why = copy.why
             return None
-        weights = Weights(copy.metadata_path, copy.data, copy.places)
         try:
             return load_user_model(
-                self.library, weights, params, name=self.model_path, progress=progress, endable=endable
+                self.library, copy.weights, params, name=self.model_path, progress=progress, endable=endable
             )
         except (CallFailed, CapabilityMissing, TensorUnknown) as error:
             self.why = f"the copy of the weights could not be used: {error}"
@@ -358,8 +367,10 @@ class Engine:
 
     def moved(self, placement: Placement) -> None:
         """Note that the library itself has moved the model into a placement."""
-        if self._placed is not None:
-            self._placed.params, self._placed.built = model_params(placement), None
+        if (placed := self._placed) is not None:
+            placed.params, placed.built = model_params(placement), None
+            self.came_from = placed.reads or self.came_from
+            self.why = self._stale
 
     @property
     def live_context(self) -> Context:
@@ -397,6 +408,7 @@ class _Placed:
     Attributes:
         params: how it was loaded.
         model: it.
+        reads: where the library's own call takes its weights from; None where it could not move it.
         context: its context; None where there is none.
         built: the context's parameters, with what the library resolved in place of what was left to it.
         adapters: those that were loaded for it.
@@ -404,6 +416,7 @@ class _Placed:
 
     params: ModelParams
     model: Model
+    reads: WeightsTier | None
     context: Context | None = None
     built: ContextParams | None = None
     adapters: list[Adapter] = dataclasses.field(default_factory=list)

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from llama_native import Weights
 from splitctl.errors import BadModelFile, FileChanged
 from splitctl.host_memory import host_memory
 from splitctl.model.facts import ModelFacts, read_facts
@@ -136,23 +137,18 @@ class HostCopy:
         return self._n_bytes
 
     @property
-    def data(self) -> memoryview:
-        """The whole of it; only where :attr:`why` is empty."""
-        if self._fill is None:
-            raise AssertionError("a copy that cannot be used has no data")
-        return memoryview(self._fill.block)
-
-    @property
     def places(self) -> dict[str, tuple[int, int]]:
         """Where each tensor's data lie: offset and size, bytes; a tied output's are the embedding's."""
         return self._places
 
     @property
-    def metadata_path(self) -> str:
-        """Where the library can open the GGUF metadata with every tensor's type, a tied output's too; no data."""
-        if self._image is None:
-            raise AssertionError("a copy that cannot be used has no metadata")
-        return f"/proc/self/fd/{self._image}"
+    def weights(self) -> Weights:
+        """It as the library takes it; only where :attr:`why` is empty."""
+        if self._fill is None or self._image is None:
+            raise AssertionError("a copy that cannot be used has no data")
+        # Metadata with every tensor's type, a tied output's too, and no data.
+        image = f"/proc/self/fd/{self._image}"
+        return Weights(image, memoryview(self._fill.block), self._places, self.path)
 
     def is_of(self, files: Sequence[FileIdentity]) -> bool:
         """Tell whether what lies in the memory file is complete and a copy of these files."""

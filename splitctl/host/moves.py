@@ -25,7 +25,7 @@ from splitctl.host.streams import StreamTable
 from splitctl.host.switches import Switches, SwitchRecord
 from splitctl.ipc import orders
 from splitctl.ipc.ahead import CopiedAhead
-from splitctl.outcome import Route, Stage, SwitchOptions
+from splitctl.outcome import Stage, SwitchOptions
 from splitctl.placement import Placement
 
 OnStage = Callable[[str, float], None]
@@ -86,7 +86,7 @@ class Moves:
         self, target: Placement, options: SwitchOptions, timeout_s: float | None, on_stage: OnStage | None
     ) -> asyncio.Future[dict[str, Any]]:
         """Order a switch; gives its outcome to be."""
-        order = orders.Switch(self._pending.number(), target, options, may_be_beside=options.via is not Route.IN_PLACE)
+        order = orders.Switch(self._pending.number(), target, options, may_be_beside=options.via.may_be_beside)
         self._manager.let_go()
         self._switches.begin(order.order, target, time.monotonic(), timeout_s, options)
         self._on_stage = on_stage

@@ -21,7 +21,7 @@ from splitctl.errors import Reason, SplitctlError
 from splitctl.host.ledger import ReportWrong
 from splitctl.host.recovery import Loss
 from splitctl.ipc.orders import FitsBeside, Sealed, StageReached, Switched, Trial
-from splitctl.outcome import Route, Stage, StageTimes, SwitchOptions, SwitchOutcome, SwitchStatus, Via
+from splitctl.outcome import Stage, StageTimes, SwitchOptions, SwitchOutcome, SwitchStatus, Via
 from splitctl.placement import Placement
 from splitctl.switching.machine import FALLING_BACK
 
@@ -174,7 +174,7 @@ class Switches:
     def fits_beside(self, report: FitsBeside) -> SwitchRecord:
         """Give the switch of which a worker has said that its target fits beside."""
         switch = self.of(report.order)
-        if switch.is_begun or switch.is_beside or switch.options.via is Route.IN_PLACE:
+        if switch.is_begun or switch.is_beside or not switch.options.via.may_be_beside:
             raise ReportWrong("a switch that fits beside, and nobody had asked")
         return switch
 
@@ -394,6 +394,9 @@ def _switch_lost(
 ) -> dict[str, Any]:
     """Compose the outcome of a switch whose worker is gone."""
     status = SwitchStatus.CANCELLED if switch.is_cancelled and not switch.is_late else SwitchStatus.FELL_BACK
+    was_native = (
+        Stage.SWITCHING_NATIVELY in {switch.stage, switch.failed_at} or "switching_natively" in switch.stages_ms
+    )
     return SwitchOutcome(
         status=SwitchStatus.PARKED if placement is None else status,
         requested_placement=switch.target,
@@ -401,7 +404,7 @@ def _switch_lost(
         reason=reason,
         reasons=(Reason("worker-lost", reason),),
         stage=switch.failed_at or switch.stage,
-        via=Via.BESIDE if switch.is_beside else Via.COMPOSED,
+        via=Via.BESIDE if switch.is_beside else Via.NATIVE if was_native else Via.COMPOSED,
         recomputed=recomputed,
         stages_ms=StageTimes(**switch.stages_ms),
         state_bytes=None if switch.seal is None else switch.seal.state_bytes,

@@ -32,6 +32,7 @@ def switches_beside(
     *,
     env: Mapping[str, str],
     is_cancelled: Callable[[], bool],
+    goes_on: Callable[[int], bool] = lambda _: True,
 ) -> None:
     """Host a session that begins in layer mode, and switch it beside to tensor mode and back.
 
@@ -41,6 +42,7 @@ def switches_beside(
         on_outcome: takes from where, to where, and the outcome, of each switch that was made.
         env: the environment of the workers.
         is_cancelled: asked all the while.
+        goes_on: asked before each switch, with the tokens that it holds, whether there is time for it.
 
     Raises:
         Cancelled: `is_cancelled` said so; no process is left.
@@ -48,7 +50,7 @@ def switches_beside(
         OSError: the system gives no memory file, or no process.
     """
     with TemporaryDirectory(prefix="splitctl-bench-") as folder:
-        asyncio.run(_until(_there_and_back(what, held, on_outcome, env, Path(folder)), is_cancelled))
+        asyncio.run(_until(_there_and_back(what, held, on_outcome, goes_on, env, Path(folder)), is_cancelled))
 
 
 async def _until(work: Coroutine[Any, Any, None], is_cancelled: Callable[[], bool]) -> None:
@@ -65,6 +67,7 @@ async def _there_and_back(
     what: Benching,
     held: Sequence[int],
     on_outcome: Callable[[SplitMode, SplitMode, Outcome], None],
+    goes_on: Callable[[int], bool],
     env: Mapping[str, str],
     folder: Path,
 ) -> None:
@@ -82,8 +85,11 @@ async def _there_and_back(
     try:
         for n_held in (held[0], *held):
             tokens = tuple((7919 * index + 13) % max(what.facts.n_vocab, 1) for index in range(n_held))
-            await _generate(supervisor, tokens)
             for before, after in ((layer, tensor), (tensor, layer)):
+                if not goes_on(n_held):
+                    return
+                if before is layer:
+                    await _generate(supervisor, tokens)
                 outcome = await supervisor.switch({"mode": after}, _BESIDE)
                 # The first step is the trial of it.
                 await _generate(supervisor, tokens)

@@ -3,15 +3,16 @@
 Laws:
     1. One child measures at a time. Rounds go over all of them, so that whatever drifts hits all alike; where they do
        not fit at once each is started anew for its turn.
-    2. What a child cannot do, or dies of, is left out with its reason, and ends nothing else.
-    3. A cancel ends the child under way at once, and keeps what was timed before it.
+    2. Nothing is begun that by what is known does not fit into the time that is left, but for the least of each mode.
+    3. What a child cannot do, or dies of, is left out with its reason, and ends nothing else.
+    4. A cancel ends the child under way at once, and keeps what was timed before it.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -167,6 +168,23 @@ class _Switches:
 
 
 @dataclass(frozen=True, slots=True)
+class _Move:
+    """One switch that is planned.
+
+    Attributes:
+        way: from where, to where.
+        n_held: tokens that the session holds.
+        is_first: the first of its session.
+        is_more: something is known of this way of a switch without it.
+    """
+
+    way: tuple[SplitMode, SplitMode]
+    n_held: int
+    is_first: bool = False
+    is_more: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Bencher:
     """Measures.
 
@@ -202,7 +220,11 @@ class _Run:
         self._report = BenchReport()
         self._left_out = self._report.left_out
         self._began_s = self._planned_s = self._done_s = 0.0
-        self._tiers: list[WeightsTier] = []
+        self._ways: list[str] = []
+        # Of the way of a switch that is under way: the time that those after it need, the longest until a session was
+        # open, and that of a switch with the fewest tokens, by whether it was the first of its session.
+        self._reserved_s = self._opened_s = 0.0
+        self._switched_s: dict[bool, float] = {}
         self._failure: Failure | None = None
         self._stays = self._fit_at_once()
 
@@ -217,7 +239,6 @@ class _Run:
                 plan = self._schedule()
                 self._rounds(plan, children, stack)
             self._switch(plan)
-            self._switch_beside(plan)
         except Cancelled:
             report.is_cancelled = True
         modes = [mode for cell, times in self._times.items() if (mode := times.mode(cell)) is not None]
@@ -276,15 +297,20 @@ class _Run:
             else:
                 fitting.append(n_ubatch)
         has_both = all(mode in self._looks for mode in _PAIR)
-        self._tiers = [one for one in what.tiers if has_both and self._way_fits(one.value)]
+        tiers = [one.value for one in what.tiers if has_both and self._way_fits(one.value)]
+        beside = Via.BESIDE.value
+        has_beside = has_both and self._bencher.beside is not None and self._way_fits(beside)
+        # A session that is served goes beside if that was measured, and one that is not with weights from the file.
+        self._ways = [*tiers[:1], *([beside] if has_beside else []), *tiers[1:]]
         wish = Wish(
             n_batch=what.placement.n_batch,
             room=what.room,
             # Each of them holds a few tokens and makes a few; in one cache for all they share the room.
             n_seqs=tuple(n for n in what.n_seqs if (n if what.placement.kv_unified else 1) * 3 * SHORT <= what.room),
             n_ubatches=tuple(fitting),
-            tiers=tuple(one.value for one in self._tiers),
+            tiers=tuple(tiers),
             rounds=what.rounds,
+            beside=has_beside,
         )
         plan = schedule(wish, self._looks, self._left_s() * _PLANNED, reopened=not self._stays)
         self._report.cuts = plan.cuts
@@ -309,11 +335,9 @@ class _Run:
         dead: set[Cell] = set()
         longest_s, reserved_s = 0.0, plan.switches_s(self._looks)
         # More rounds than were planned have the time that every way of a switch leaves.
-        all_ways = replace(plan, tiers=tuple(one.value for one in self._tiers))
         for number in range(self._what.rounds):
             if number == plan.rounds:
-                has_beside = self._bencher.beside is not None and all(mode in self._looks for mode in _PAIR)
-                reserved_s = all_ways.switches_s(self._looks) + (plan.beside_s(self._looks) if has_beside else 0.0)
+                reserved_s = sum(plan.way_s(way, self._looks) for way in self._ways)
             if number and self._left_s() < longest_s + reserved_s:
                 self._report.cuts += (f"repetitions: {number}, not {self._what.rounds}",)
                 self._planned_s = self._done_s + reserved_s
@@ -363,65 +387,112 @@ class _Run:
     # ---- switches ----
 
     def _switch(self, plan: Schedule) -> None:
-        """Switch there and back, in a session that began in either mode, with weights from each tier."""
-        longest_s = 0.0
-        for tier in self._tiers:
-            began = time.monotonic()
-            if self._left_s() < longest_s or (tier.value not in plan.tiers and not longest_s):
-                self._left_out.append(LeftOut(tier.value, _NO_TIME))
+        """Switch in every way: first in those that are planned, then in what else the time is left for."""
+        ways = sorted(self._ways, key=lambda way: way not in plan.ways)
+        for number, way in enumerate(ways):
+            begin_s = plan.begin_s(way, self._looks)
+            if self._left_s() < begin_s:
+                self._left_out.append(LeftOut(way, _NO_TIME))
                 continue
-            found = _Switches(tier.value)
+            self._opened_s, self._switched_s, self._reserved_s = 0.0, {}, 0.0
+            # Each of those after it that can be begun shall be.
+            left_s = self._left_s() - begin_s - plan.switch_s(way, self._looks)
+            for later_s in (plan.begin_s(later, self._looks) for later in ways[number + 1 :]):
+                if self._reserved_s + later_s <= left_s:
+                    self._reserved_s += later_s
+            found = _Switches(way)
             self._switches.append(found)
-            for begins in _PAIR:
-                self._tell(f"switches from {begins.value} mode, weights from {tier.value}", *self._share())
-                if not self._taken(tier.value, partial(self._from, begins, found, plan)):
-                    break
-                self._done_s += plan.switches_s(self._looks) / max(len(plan.tiers), 1) / 2
-            longest_s = max(longest_s, time.monotonic() - began)
+            if way == Via.BESIDE.value:
+                self._switch_beside(found, plan)
+            else:
+                self._switch_from_each(found, plan)
 
-    def _switch_beside(self, plan: Schedule) -> None:
-        """Have a hosted session switched beside, last of all and where the time is left."""
-        beside, way = self._bencher.beside, Via.BESIDE.value
-        if beside is None or not all(mode in self._looks for mode in _PAIR):
-            return
-        if not self._way_fits(way):
-            return
-        if self._left_s() < plan.beside_s(self._looks):
-            self._left_out.append(LeftOut(way, _NO_TIME))
-            return
-        self._tell("switches beside, of a session that is served", *self._share())
-        found = _Switches(way)
-        self._switches.append(found)
+    def _switch_from_each(self, found: _Switches, plan: Schedule) -> None:
+        """Switch there and back, in a session that began in either mode, with weights from a tier."""
+        n_wanted = 0
+        for begins in _PAIR:
+            moves = self._moves(begins, plan)
+            n_wanted += len(moves)
+            if n_wanted > len(moves) and not self._has_time(found.way, plan, moves[0], opened_s=self._opened_s):
+                break
+            self._tell(f"switches from {begins.value} mode, weights from {found.way}", *self._share())
+            if not self._taken(found.way, partial(self._from, begins, moves, found, plan)):
+                return
+            if found.way in plan.ways:
+                self._done_s += plan.way_s(found.way, self._looks) / len(_PAIR)
+        n_made = sum(map(len, found.outcomes.values()))
+        if n_made < n_wanted:
+            self._report.cuts += (f"switches with weights {found.way}: {n_made}, not {n_wanted}",)
+
+    def _moves(self, begins: SplitMode, plan: Schedule) -> list[_Move]:
+        """List the switches of a session that begins in a mode: the first, and from layer mode there and back again."""
+        there = (begins, next(mode for mode in _PAIR if mode is not begins))
+        back, small = there[::-1], plan.held[0]
+        if begins is not SplitMode.LAYER:
+            return [_Move(there, small, is_first=True, is_more=True)]
+        again = itertools.product(range(plan.switch_rounds), plan.held, (there, back))
+        more = [_Move(way, n_held, is_more=True) for _, n_held, way in again]
+        return [_Move(there, small, is_first=True), _Move(back, small), *more]
+
+    def _has_time(self, way: str, plan: Schedule, move: _Move, *, opened_s: float = 0.0) -> bool:
+        """Tell whether a switch fits; one that tells less than any of another way leaves those their time."""
+        fewest_s, this_s = (plan.switch_s(way, self._looks, n) for n in (plan.held[0], move.n_held))
+        wanted_s = opened_s + self._switched_s.get(move.is_first, fewest_s) + this_s - fewest_s
+        return self._left_s() >= wanted_s + (self._reserved_s if move.is_more else 0.0)
+
+    def _took(self, plan: Schedule, move: _Move, seconds: float) -> None:
+        if move.n_held == plan.held[0]:
+            self._switched_s[move.is_first] = max(self._switched_s.get(move.is_first, 0.0), seconds)
+
+    def _switch_beside(self, found: _Switches, plan: Schedule) -> None:
+        """Have a hosted session switched beside."""
+        bencher, moves = self._bencher, list[_Move]()
+        began = 0.0
+
+        def goes_on(n_held: int) -> bool:
+            nonlocal began
+            began = time.monotonic()
+            moves.append(_Move(_PAIR, n_held, is_more=len(moves) >= len(_PAIR)))
+            return len(moves) == 1 or self._has_time(found.way, plan, moves[-1])
 
         def take(before: SplitMode, after: SplitMode, outcome: Mapping[str, Any]) -> None:
             if outcome["status"] != SwitchStatus.SWITCHED.value:
                 raise ChildFailed(f"a switch to {after.value} mode: {outcome['reason']}")
             key = (before, after, not found.outcomes, outcome["n_tokens"])
             found.outcomes.setdefault(key, []).append(outcome)
+            if moves:
+                self._took(plan, moves[-1], time.monotonic() - began)
 
         def work() -> None:
+            more = {"env": bencher.env, "is_cancelled": bencher.is_cancelled, "goes_on": goes_on}
             try:
-                beside(self._what, plan.held, take, env=self._bencher.env, is_cancelled=self._bencher.is_cancelled)
+                if bencher.beside is not None:
+                    bencher.beside(self._what, plan.held, take, **more)
             except (Cancelled, ChildFailed):
                 raise
             except (SplitctlError, OSError) as error:
                 raise ChildFailed(str(error)) from error
 
-        self._taken(way, work)
+        self._tell("switches beside, of a session that is served", *self._share())
+        is_done = self._taken(found.way, work)
+        if found.way in plan.ways:
+            self._done_s += plan.way_s(found.way, self._looks)
+        n_made = sum(map(len, found.outcomes.values()))
+        if is_done and n_made < len(moves):
+            self._report.cuts += (f"switches beside: {n_made}, not {2 * (1 + len(plan.held))}",)
 
-    def _from(self, begins: SplitMode, found: _Switches, plan: Schedule) -> None:
-        """Switch in a session that begins in a mode: the first time, and from layer mode there and back again."""
-        there = (begins, next(mode for mode in _PAIR if mode is not begins))
-        back, small = there[::-1], plan.held[0]
+    def _from(self, begins: SplitMode, moves: Sequence[_Move], found: _Switches, plan: Schedule) -> None:
+        """Switch in a session that begins in a mode, as long as there is time."""
+        began = time.monotonic()
         with ExitStack() as own:
             child = self._child((begins, self._what.n_ubatches[0]), own, WeightsTier(found.way))
-            self._there(child, found, there, small, plan, is_first=True)
-            if begins is not SplitMode.LAYER:
-                return
-            self._there(child, found, back, small, plan)
-            for _, n_held in itertools.product(range(plan.switch_rounds), plan.held):
-                self._there(child, found, there, n_held, plan)
-                self._there(child, found, back, n_held, plan)
+            self._opened_s = max(self._opened_s, time.monotonic() - began)
+            for move in moves:
+                if not move.is_first and not self._has_time(found.way, plan, move):
+                    return
+                began = time.monotonic()
+                self._there(child, found, move.way, move.n_held, plan, is_first=move.is_first)
+                self._took(plan, move, time.monotonic() - began)
 
     def _there(
         self, child: Child, found: _Switches, way: tuple[SplitMode, SplitMode], n_held: int, plan: Schedule,

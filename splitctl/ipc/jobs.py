@@ -101,10 +101,15 @@ class DevicesRequest:
 
 @dataclass(frozen=True, slots=True)
 class DoctorRequest:
-    """Say which library would be used, why, and what it can do."""
+    """Say which library would be used, why, and what it can do.
+
+    Attributes:
+        model: of which it is said what is known of the library's own call; None: of none.
+    """
 
     library: Path | None
     rpc: tuple[str, ...] = ()
+    model: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +156,7 @@ class ProbeRequest:
 
     Attributes:
         of_copy: compare a load from a copy of the weights with one from the file instead, both in the placement.
+        moved_from: let the library move a context from there to the placement and back instead, by its own call.
     """
 
     model: Path
@@ -158,6 +164,7 @@ class ProbeRequest:
     placement: Placement
     rpc: tuple[str, ...] = ()
     of_copy: bool = False
+    moved_from: Placement | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +178,7 @@ class VerifyRequest:
         reference: the logits of the reference mode: float32 rows, one a token; None for the reference itself.
         twin: those of the reference mode with the same cache types; None where there are none.
         keep: where this one's logits go; None: nowhere.
+        control: how far what it is judged by is from itself in another order of floats, NMSE.
     """
 
     model: Path
@@ -183,6 +191,7 @@ class VerifyRequest:
     reference: Path | None = None
     twin: Path | None = None
     keep: Path | None = None
+    control: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from splitctl.ipc.ahead import CopiedAhead, CopyAhead, TakeAhead, TookAhead
 from splitctl.ipc.jobs import Fault, JobEvent
 from splitctl.ipc.wire import kinds_of
 from splitctl.model.identity import FileIdentity
-from splitctl.outcome import Route, SwitchOptions, WeightsTier
+from splitctl.outcome import SwitchOptions, Via, WeightsTier
 from splitctl.placement import Placement
 
 
@@ -492,8 +492,8 @@ class Checked:
         state_bytes: size of the carry's state now; None where there is no memory.
         weight_bytes: weights that would be placed again.
         mem_available: free memory of the host, bytes.
-        via: where the target would be built, beside or in-place; None where it would not.
-        via_reason: why not beside, where it could have been.
+        via: who would do the work; None where nobody would.
+        via_reason: why not by a faster way, where it could have been.
         weights: where they would come from, in place; else None.
         weights_reason: why not from the tier that was asked for; empty where they would.
     """
@@ -506,7 +506,7 @@ class Checked:
     state_bytes: int | None = None
     weight_bytes: int | None = None
     mem_available: int | None = None
-    via: Route | None = None
+    via: Via | None = None
     via_reason: str = ""
     weights: WeightsTier | None = None
     weights_reason: str = ""

@@ -13,9 +13,10 @@ from splitctl.ipc.process import run_job
 from splitctl.ipc.wire import MessageInvalid
 from splitctl.model.facts import ModelFacts
 from splitctl.model.identity import model_digest, statuses
-from splitctl.placement import Placement
+from splitctl.placement import Placement, SplitMode
 from splitctl.places import cache_folder
 from splitctl.probing import ProbeKey, ProbeVerdict, Verdict, VerdictCache, is_of_the_target, verdict_of_death
+from splitctl.probing.verdicts import OWN_CALL
 
 #: A trial that says nothing for so long hangs [seconds]; a step of it is a load, or a few tokens.
 DEADLINE_S = 300.0
@@ -85,8 +86,34 @@ class Prober:
         could = "could not be tried" if verdict.verdict is Verdict.INCONCLUSIVE else "is refused"
         return f"{what} from the copy of the weights {could} with this build: {verdict.why}"
 
+    def why_no_own_call(self, now: Placement, target: Placement, facts: ModelFacts, *, known_only: bool = False) -> str:
+        """Say why the library's own call is not known to move a context from one placement to another rightly.
+
+        Args:
+            now: the one placement.
+            target: the other, which differs in its mode or tensor split alone. One trial goes both ways.
+            facts: the model.
+            known_only: whether to go without a trial.
+
+        Returns:
+            "" where it does.
+        """
+        first, second = sorted((now, target), key=_from_layer_on)
+        request = ProbeRequest(facts.path, self.library, second, self.rpc, moved_from=first)
+        verdict = self._known(self._key(second, facts, moved_from=first), facts)
+        if verdict is None and not known_only:
+            verdict = self._verdict(request, facts)
+        modes = f"{now.mode.value} and {target.mode.value} mode"
+        what = f"the library's own call between {modes} for {facts.architecture}"
+        if verdict is None:
+            return f"{what} has not been tried yet"
+        if verdict.verdict is Verdict.OK:
+            return ""
+        could = "could not be tried" if verdict.verdict is Verdict.INCONCLUSIVE else "is refused with this build"
+        return f"{what} {could}: {verdict.why}"
+
     def _verdict(self, request: ProbeRequest, facts: ModelFacts) -> ProbeVerdict:
-        key = self._key(request.placement, facts, of_copy=request.of_copy)
+        key = self._key(request.placement, facts, of_copy=request.of_copy, moved_from=request.moved_from)
         if (known := self._known(key, facts)) is not None:
             return known
         before = statuses(facts.files)
@@ -106,9 +133,19 @@ class Prober:
             return self.cache.get(key, lambda: model_digest(facts.files))
         return None
 
-    def _key(self, placement: Placement, facts: ModelFacts, *, of_copy: bool = False) -> ProbeKey:
+    def _key(
+        self,
+        placement: Placement,
+        facts: ModelFacts,
+        *,
+        of_copy: bool = False,
+        moved_from: Placement | None = None,
+    ) -> ProbeKey:
         key = ProbeKey.of(self.library, facts, placement, self.device_names, self.rpc)
-        return replace(key, copy=f"{placement.n_gpu_layers} layers") if of_copy else key
+        if moved_from is not None:
+            shares = ":".join(map(str, moved_from.normalise().tensor_split or ())) or "even"
+            return replace(key, trial=f"{OWN_CALL} {moved_from.mode.value} {shares}, {placement.n_gpu_layers} layers")
+        return replace(key, trial=f"{placement.n_gpu_layers} layers") if of_copy else key
 
     def _try(self, request: ProbeRequest) -> ProbeVerdict:
         try:
@@ -127,3 +164,9 @@ class Prober:
                 # What the mode does comes as a verdict: this is the file, the library, the flags, or a fault of ours.
                 return ProbeVerdict(Verdict.INCONCLUSIVE, failure.message)
         return ProbeVerdict.from_json(end.body)
+
+
+def _from_layer_on(placement: Placement) -> tuple[bool, str, tuple[float, ...]]:
+    """Order two placements of a move, so that both directions are one trial, which begins in layer mode."""
+    plain = placement.normalise()
+    return plain.mode is not SplitMode.LAYER, plain.mode.value, plain.tensor_split or ()

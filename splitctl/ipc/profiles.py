@@ -162,6 +162,11 @@ class KeptProfile:
         if not 0.0 <= self.made_at <= _MAX_TIME:
             raise ConfigInvalid("made_at", self.made_at, "seconds since 1970")
 
+    @property
+    def on_processors(self) -> bool:
+        """Whether processors compute, which all workers share."""
+        return self.key.n_gpu_layers == 0 or all(name.startswith("CPU") for name in self.key.devices)
+
 
 _KINDS = {"profile": KeptProfile, "key": ProfileKey}
 
@@ -210,6 +215,21 @@ def keep(kept: KeptProfile, folder: Path | None = None) -> Path:
         Path(name).unlink(missing_ok=True)
         raise
     return path
+
+
+def fuller(kept: KeptProfile, folder: Path | None = None) -> tuple[KeptProfile, tuple[str, ...]] | None:
+    """Give what is kept of the same key and still holds, if it has what a new one lacks, and that; any process.
+
+    Args:
+        kept: the new one.
+        folder: where profiles are kept; None: in the user's cache folder.
+    """
+    try:
+        old = _read((profiles_folder() if folder is None else folder) / kept.key.file_name)
+    except MessageInvalid:
+        return None
+    lacking = () if old is None or old.driver != kept.driver else kept.profile.lacks(old.profile)
+    return (old, lacking) if old is not None and lacking else None
 
 
 def look_up(

@@ -28,7 +28,7 @@ from splitctl.model.identity import model_digest, statuses
 from splitctl.outcome import to_plain
 from splitctl.placement import FlashAttn, Placement
 from splitctl.probing import ProbeKey, ProbeVerdict, Verdict, VerdictCache, is_of_the_target, verdict_of_death
-from splitctl.probing.comparing import MAX_KEPT_BYTES
+from splitctl.probing.comparing import CONTROL_STAGE, MAX_KEPT_BYTES
 from splitctl.probing.matrix import Cell
 
 _SIGNAL = re.compile(r"signal (\d+) \((\w+)\)")
@@ -128,7 +128,7 @@ class Verifier:
         request = VerifyRequest(
             model=what.model, library=what.library, placement=cell.placement, rpc=what.rpc, text=what.text,
             n_tokens=what.n_tokens, n_generate=what.n_generate, reference=files.reference, twin=files.twin,
-            keep=files.keep,
+            keep=files.keep, control=files.control,
         )  # fmt: skip
         started = time.monotonic()
 
@@ -143,6 +143,9 @@ class Verifier:
         report.library = end.body.pop("library", report.library)
         found |= end.body
         match end.error:
+            case WorkerLost() | DeadlineExceeded() if end.stage == CONTROL_STAGE:
+                # What was measured before it stands, and the limit stays as narrow as it is.
+                found["nmse_control"] = None
             case WorkerLost() as lost:
                 found |= _death(lost, end.stage)
             case DeadlineExceeded() as lost:
@@ -201,6 +204,8 @@ class _Files:
     Attributes:
         types: of its cache.
         kept: pairs of cache types whose reference is sound, with its file.
+        controls: how far each of them is from itself.
+        control: that of what this one is judged by.
     """
 
     reference: Path | None
@@ -208,16 +213,25 @@ class _Files:
     keep: Path | None
     types: tuple[str, str]
     kept: dict[tuple[str, str], Path]
+    controls: dict[tuple[str, str], float]
+
+    @property
+    def control(self) -> float:
+        """How far what this one is judged by is from itself, NMSE; 0 where nobody knows."""
+        judged_by = self.types if self.twin is not None else next(iter(self.kept), None)
+        return 0.0 if judged_by is None else self.controls.get(judged_by, 0.0)
 
     def judge(self, found: Found) -> None:
         """Keep a reference's logits only if it is sound."""
         if self.keep is not None and found["verdict"] == Verdict.OK.value:
             self.kept[self.types] = self.keep
+            self.controls[self.types] = found.get("nmse_control") or 0.0
 
 
 def _with_files(cells: Sequence[Cell], folder: Path) -> Iterator[tuple[int, Cell, _Files]]:
     """Go through the cells with their files; those of a pair of types that is done with are removed."""
     kept: dict[tuple[str, str], Path] = {}
+    controls: dict[tuple[str, str], float] = {}
     first = cells[0].cache_types
     for number, cell in enumerate(cells):
         types = cell.cache_types
@@ -226,7 +240,7 @@ def _with_files(cells: Sequence[Cell], folder: Path) -> Iterator[tuple[int, Cell
                 kept.pop(old).unlink()
         keep = folder / "-".join(types) if cell.is_reference else None
         twin = kept.get(types) if types != first else None
-        yield number, cell, _Files(kept.get(first), twin, keep, types, kept)
+        yield number, cell, _Files(kept.get(first), twin, keep, types, kept, controls)
 
 
 def _described(cell: Cell) -> Found:

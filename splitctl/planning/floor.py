@@ -5,7 +5,7 @@ Laws:
        other, in the order in which they started.
     2. While others generate a prompt is read in pieces of a micro-batch with a step of all after each, else in batches.
     3. Equal turns are one addition: until something begins or ends, nothing is gone through token by token.
-    4. A switch lets everything stand still for its pause.
+    4. A switch lets everything stand still for its pause, and for as long as it slows others down by.
 
 Not modelled: cells that run out, and a sequence that loses what it holds; what a prompt finds cached is its own number.
 """
@@ -117,7 +117,10 @@ class Floor:
     @property
     def n_held(self) -> int:
         """Tokens that the requests on sequences hold."""
-        return sum(job.n_held for job in self.active)
+        n = 0
+        for job in self.active:
+            n += job.n_held
+        return n
 
     def come(self, job: Job) -> None:
         """Let a request come; it is not earlier than those before it."""
@@ -130,15 +133,20 @@ class Floor:
         """Give the pause of a switch now, s."""
         return self.costs.switch(self.mode, other_than(self.mode), self.n_held)[0]
 
+    def cost_s(self) -> float:
+        """Give what a switch now takes from who is served, s: its pause, and what it slows them down by."""
+        return self.pause_s() + self.costs.slowed_s(self.mode)
+
     def switch(self) -> float:
-        """Go to the other mode; gives the pause, s."""
+        """Go to the other mode; gives what that takes from who is served, s."""
         after = other_than(self.mode)
         pause, more_ms = self.costs.switch(self.mode, after, self.n_held)
+        seconds = pause + self.costs.slowed_s(self.mode)
         self.mode, self.more_s = after, more_ms / 1e3
         self.trail = self.trail, self.at
-        self.at += pause
+        self.at += seconds
         self.switched_at = self.at
-        return pause
+        return seconds
 
     def run(self, until: float, held: Collection[int] = ()) -> list[Job] | None:
         """Go on until a prompt has been read, a request ends, or a time is reached at the end of a turn.
@@ -153,14 +161,14 @@ class Floor:
             return None
         reading: Job | None = None
         generating: list[Job] = []
-        depth, least = 0, 1 << 60
+        depth = 0
         for job in active:
             if not job.n_unread:
                 generating.append(job)
                 depth += job.n_held
-                least = min(job.n_left, least)
             elif reading is None:
                 reading = job
+        least = min([job.n_left for job in generating]) if generating else 1 << 60
         turns, n_read, seconds = self._turns(reading, generating, depth, least)
         if self.at + seconds > until and turns > 1:
             turns = max(min(math.ceil(turns * (until - self.at) / seconds), turns), 1)
@@ -212,6 +220,6 @@ class Floor:
             if not reading.n_unread:
                 # Its first token is drawn from the logits of the prompt, at the end of this turn.
                 reading.first = self.at
-        if self.is_empty:
+        if not (self.queue or self.active):
             self.empty_since = self.at
         return ended

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from functools import lru_cache
+from functools import lru_cache, partial
+from statistics import median
 from typing import Protocol
 
+from splitctl.outcome import Via
 from splitctl.placement import SplitMode
 from splitctl.planning.cost import Rates
 from splitctl.planning.profile import ModeNotMeasured, Profile
@@ -59,9 +61,19 @@ class Costs(Protocol):
         """Give a switch's pause, s, with so many tokens held, and what it adds to a token afterwards, ms."""
         ...
 
+    def slowed_s(self, before: SplitMode) -> float:
+        """Give the seconds that a switch out of a mode takes from who is served, beyond its pause."""
+        ...
 
-def costs_of(profile: Profile, way: str) -> Costs:
-    """Take what was measured; `way` is the switch's, one of `cost.TIMED`.
+
+def costs_of(profile: Profile, way: str, *, on_processors: bool = False) -> Costs:
+    """Take what was measured.
+
+    Args:
+        profile: the measurements.
+        way: the switch's, one of `cost.TIMED`.
+        on_processors: a second worker that loads beside takes its time from the streams: all of it, as measured on two
+            cores.
 
     Raises:
         ModeNotMeasured: one of the modes was not measured, or no switch between them of this way.
@@ -71,7 +83,7 @@ def costs_of(profile: Profile, way: str) -> Costs:
         if profile.switch(before, other_than(before), way) is None:
             what = f"a switch to {other_than(before).value} ({way})"
             raise ModeNotMeasured("mode", what, "measure it: splitctl bench")
-    return _Measured(profile, way)
+    return _Measured(profile, way, is_slowed=on_processors and way == Via.BESIDE.value)
 
 
 def costs_of_rates(rates: Rates) -> Costs:
@@ -82,37 +94,52 @@ def costs_of_rates(rates: Rates) -> Costs:
 class _Measured:
     """A profile's seconds, remembered: they are asked for again and again."""
 
-    def __init__(self, profile: Profile, way: str) -> None:
-        modes = {mode: profile.of(mode) for mode in MODES}
+    def __init__(self, profile: Profile, way: str, *, is_slowed: bool) -> None:
+        # One of each for a mode, in the order of `MODES`: to look a mode up by its hash takes as long as all the rest.
+        modes = [profile.of(mode) for mode in MODES]
         remembered = lru_cache(_N_REMEMBERED)
-        self._chunks = {mode: max(one.n_tokens for one in modes[mode].reads) for mode in MODES}
+        self._chunks = [max(one.n_tokens for one in mode.reads) for mode in modes]
         # Seconds of so many chunks, one after the other, from an empty sequence on.
-        self._sums = {mode: [0.0] for mode in MODES}
-        self._read = remembered(lambda mode, n, depth: modes[mode].read_s(n, depth))
-        self._step = remembered(lambda mode, n_seq, depth: modes[mode].step_s(n_seq, depth))
-        self._switch = remembered(
-            lambda before, after, n_tokens: profile.switch(before, after, way, n_tokens) or (0.0, 0.0)
-        )
+        self._sums = [[0.0] for _ in modes]
+        self._read = [remembered(mode.read_s) for mode in modes]
+        self._step = [remembered(mode.step_s) for mode in modes]
+        self._switch = [remembered(partial(_switch_of, profile, before, way)) for before in MODES]
+        self._slowed_s = [_beyond_pause_s(profile, before, way) if is_slowed else 0.0 for before in MODES]
 
     def read_s(self, mode: SplitMode, n: int, depth: int) -> float:
-        chunk = self._chunks[mode]
+        place = mode is MODES[1]
+        chunk = self._chunks[place]
         whole, rest = divmod(n, chunk)
-        seconds = self._until(mode, depth / chunk + whole) - self._until(mode, depth / chunk) if whole else 0.0
-        return seconds + (self._read(mode, rest, _rounded(depth + whole * chunk)) if rest else 0.0)
+        seconds = self._until(place, depth / chunk + whole) - self._until(place, depth / chunk) if whole else 0.0
+        return seconds + (self._read[place](rest, _rounded(depth + whole * chunk)) if rest else 0.0)
 
-    def _until(self, mode: SplitMode, n_chunks: float) -> float:
+    def _until(self, place: int, n_chunks: float) -> float:
         """Give the seconds of so many chunks, a straight line between whole numbers of them."""
-        chunk, sums = self._chunks[mode], self._sums[mode]
+        chunk, sums = self._chunks[place], self._sums[place]
         whole = int(n_chunks)
         while len(sums) <= whole + 1:
-            sums.append(sums[-1] + self._read(mode, chunk, (len(sums) - 1) * chunk))
+            sums.append(sums[-1] + self._read[place](chunk, (len(sums) - 1) * chunk))
         return sums[whole] + (n_chunks - whole) * (sums[whole + 1] - sums[whole])
 
     def step_s(self, mode: SplitMode, n_seq: int, depth: float) -> float:
-        return self._step(mode, n_seq, _rounded(depth))
+        return self._step[mode is MODES[1]](n_seq, round(depth / _DEPTH_STEP) * _DEPTH_STEP)
 
     def switch(self, before: SplitMode, after: SplitMode, n_tokens: int) -> tuple[float, float]:
-        return self._switch(before, after, n_tokens // _LONG * _LONG)
+        if before is after:
+            return 0.0, 0.0
+        return self._switch[before is MODES[1]](n_tokens // _LONG * _LONG)
+
+    def slowed_s(self, before: SplitMode) -> float:
+        return self._slowed_s[before is MODES[1]]
+
+
+def _switch_of(profile: Profile, before: SplitMode, way: str, n_tokens: int) -> tuple[float, float]:
+    return profile.switch(before, other_than(before), way, n_tokens) or (0.0, 0.0)
+
+
+def _beyond_pause_s(profile: Profile, before: SplitMode, way: str) -> float:
+    found = [one for one in profile.switches if (one.before, one.way) == (before, way)]
+    return median(max(one.total.median - one.pause.median, 0.0) for one in found)
 
 
 def _rounded(depth: float) -> int:
@@ -139,6 +166,10 @@ class _Rated:
         del before, after, n_tokens
         return self._switch
 
+    def slowed_s(self, before: SplitMode) -> float:
+        del before
+        return 0.0
+
 
 class Learned:
     """Costs, corrected by what was served.
@@ -150,19 +181,29 @@ class Learned:
         self._costs = costs
         # The logarithm of what served work takes more than was measured, by kind of work.
         self._more: dict[tuple[object, ...], float] = {}
+        # By how much work takes longer, as it was asked for since the last observation.
+        self._factors: dict[tuple[object, ...], float] = {}
 
     def read_s(self, mode: SplitMode, n: int, depth: int) -> float:
         """Give the seconds in which a sequence that holds `depth` tokens reads `n` more."""
-        return self._costs.read_s(mode, n, depth) * self.factor("read", mode, _is_long(n))
+        return self._costs.read_s(mode, n, depth) * self._factor("read", mode, _is_long(n))
 
     def step_s(self, mode: SplitMode, n_seq: int, depth: float) -> float:
         """Give the seconds of one token for each of so many sequences that hold `depth` tokens each."""
-        return self._costs.step_s(mode, n_seq, depth) * self.factor("step", mode, n_seq.bit_length())
+        key = n_seq.bit_length(), mode is MODES[1]
+        factor = self._factors.get(key)
+        if factor is None:
+            factor = self._factors[key] = self.factor("step", mode, key[0])
+        return self._costs.step_s(mode, n_seq, depth) * factor
 
     def switch(self, before: SplitMode, after: SplitMode, n_tokens: int) -> tuple[float, float]:
         """Give a switch's pause, s, with so many tokens held, and what it adds to a token afterwards, ms."""
         pause, more_ms = self._costs.switch(before, after, n_tokens)
-        return pause * self.factor("switch", before, after), more_ms
+        return pause * self._factor("switch", before, after), more_ms
+
+    def slowed_s(self, before: SplitMode) -> float:
+        """Give the seconds that a switch out of a mode takes from who is served, beyond its pause."""
+        return self._costs.slowed_s(before)
 
     def observe_read(self, mode: SplitMode, n: int, depth: int, seconds: float) -> None:
         """Note that `n` tokens were read in so many seconds."""
@@ -188,9 +229,18 @@ class Learned:
         more = self._more.get((kind, mode, size))
         return math.exp(self._more.get((kind, mode), 0.0) if more is None else more)
 
+    def _factor(self, kind: str, mode: SplitMode, size: object) -> float:
+        # The hash of a mode takes as long as all the rest: which of two it is says as much.
+        key = kind, mode is MODES[1], size is MODES[1] if kind == "switch" else size
+        found = self._factors.get(key)
+        if found is None:
+            found = self._factors[key] = self.factor(kind, mode, size)
+        return found
+
     def _observe(self, known: float, seconds: float, kind: str, mode: SplitMode, size: object) -> None:
         if not (known > 0.0 and seconds > 0.0 and math.isfinite(seconds)):
             return
+        self._factors.clear()
         bound = math.log(_MAX_FACTOR)
         seen = min(max(math.log(seconds / known), -bound), bound)
         start = self._more.get((kind, mode), 0.0)

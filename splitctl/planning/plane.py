@@ -77,6 +77,11 @@ def _what_for(profile: Profile) -> str:
     writer = min(profile.modes, key=lambda one: one.step_s(1, deepest))
     reads = f"-ub {reader.n_ubatch} ({longest / reader.read_s(longest):,.0f} tokens/s)"
     makes = f"({1 / writer.step_s(1, deepest):,.1f} tokens/s)"
+    least = max(min(one.depth for one in mode.steps if one.n_seq == 1) for mode in profile.modes)
+    first = min(profile.modes, key=lambda one: one.step_s(1, least))
+    if first.mode is not writer.mode:
+        makes = f"at depth {deepest:,} {makes}, {first.mode.value} mode at depth {least:,}"
+        makes += f" ({1 / first.step_s(1, least):,.1f} tokens/s)"
     if reader.mode is writer.mode:
         return f"{reader.mode.value} mode reads fastest with {reads} and generates fastest {makes}"
     return f"{reader.mode.value} mode reads fastest with {reads}, {writer.mode.value} mode generates fastest {makes}"

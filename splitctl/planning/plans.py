@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from splitctl.placement import SplitMode
@@ -81,7 +81,7 @@ class Next:
     until: float = math.inf
 
 
-_GO_ON = Next(switches=False)
+_GO_ON, _SWITCH = Next(switches=False), Next(switches=True)
 
 
 class Plans:
@@ -89,8 +89,10 @@ class Plans:
 
     def __init__(self, costs: Costs, n_seq_max: int, bounds: Bounds) -> None:
         self._costs, self._n_seq_max, self._bounds = costs, n_seq_max, bounds
-        # A request has so much unread at one depth only; asked for at every turn of every plan.
+        # A request has so much unread at one depth only; asked for at every turn of every plan. One that waits has all
+        # of it unread, and is the same one on every floor.
         self._gains: dict[tuple[int, int], float] = {}
+        self._gains_waiting: dict[Job, float] = {}
         self.reader = min(MODES, key=lambda mode: costs.read_s(mode, _PROMPT, 0))
         n_seq = (n_seq_max + 1) // 2
         self.writer = min(MODES, key=lambda mode: costs.step_s(mode, n_seq, _DEPTH))
@@ -111,17 +113,68 @@ class Plans:
 
     def next(self, floor: Floor, plan: Plan) -> Next:
         """Say what a plan does now."""
+        return self._said(floor, plan, {})
+
+    def _said(self, floor: Floor, plan: Plan, known: dict[object, tuple[Next, float]]) -> Next:
+        """Say what a plan does now; what others have asked at this moment is `known`, and the same object."""
         if plan.kind is Kind.BE:
-            return _GO_ON if floor.mode is plan.mode else self._switching(floor, _GO_ON)
+            return _GO_ON if floor.mode is plan.mode else self._once(known, self._switching, floor, _GO_ON)
         if floor.mode is self.reader:
-            return self._after_reading(floor)
-        return _GO_ON if plan.kind is Kind.ONCE else self._gathering(floor, plan.n)
+            return self._once(known, self._after_reading, floor)
+        if plan.kind is Kind.ONCE:
+            return _GO_ON
+        if "gathering" not in known:
+            known["gathering"] = self._gathering(floor)
+        hold, n_ready = known["gathering"]
+        return hold if n_ready < plan.n else self._once(known, self._switching, floor, hold)
+
+    @staticmethod
+    def _once(known: dict[object, tuple[Next, float]], ask: Callable[..., Next], *about: object) -> Next:
+        key = ask.__name__, id(about[-1])
+        if key not in known:
+            known[key] = ask(*about), 0.0
+        return known[key][0]
+
+    def ends(self, floor: Floor, plans: Sequence[Plan]) -> list[Floor]:
+        """Follow each plan from one place until nobody is there; gives where each of them ends.
+
+        Plans go on together as long as they say the same: most of them do for long.
+        """
+        found = [floor] * len(plans)
+        groups = [(floor.copy(), list(range(len(plans))), 0)]
+        while groups:
+            here, members, n_runs = groups.pop()
+            while n_runs < _MAX_RUNS and (here.queue or here.active):
+                n_runs += 1
+                known: dict[object, tuple[Next, float]] = {}
+                now = self._said(here, plans[members[0]], known)
+                if len(members) > 1:
+                    # Alike is what is one object; what only looks different goes to the same end on its own.
+                    said = [self._said(here, plans[member], known) for member in members]
+                    for its in {id(one): one for one in said if one is not now}.values():
+                        some = [member for member, one in zip(members, said, strict=True) if one is its]
+                        groups.append((self._gone(here.copy(), its), some, n_runs))
+                    members = [member for member, one in zip(members, said, strict=True) if one is now]
+                self._gone(here, now)
+            for member in members:
+                found[member] = here
+        return found
+
+    @staticmethod
+    def _gone(floor: Floor, now: Next) -> Floor:
+        """Go on to the next moment."""
+        if now.switches:
+            floor.switch()
+        elif floor.run(now.until, now.held) is None:
+            # All that is there is held: time passes.
+            floor.at = now.until
+        return floor
 
     def follow(self, floor: Floor, plan: Plan, until: float = math.inf) -> list[Job]:
         """Go on by a plan until nobody is there or a time is reached; gives who has ended."""
         ended: list[Job] = []
         for _ in range(_MAX_RUNS):
-            if floor.at >= until or floor.is_empty:
+            if floor.at >= until or not (floor.queue or floor.active):
                 break
             now = self.next(floor, plan)
             if now.switches:
@@ -146,33 +199,45 @@ class Plans:
         """Switch as soon as one may."""
         at = self.allowed_at(floor)
         if at <= floor.at:
-            return Next(switches=True)
+            return _SWITCH
         return Next(switches=False, held=otherwise.held, until=min(at, otherwise.until))
 
     def _after_reading(self, floor: Floor) -> Next:
         """Leave the mode that reads when all is read, if what is to be generated is worth it."""
         n_free = self._n_seq_max - len(floor.active)
-        if any(job.n_unread for job in floor.active) or (floor.queue and n_free):
+        if floor.queue and n_free:
             return _GO_ON
-        if self.gain_of_steps(floor.active) <= floor.pause_s():
+        for job in floor.active:
+            if job.n_unread:
+                return _GO_ON
+        if self.gain_of_steps(floor.active) <= floor.cost_s():
             return _GO_ON
         return self._switching(floor, _GO_ON)
 
-    def _gathering(self, floor: Floor, n: int) -> Next:
-        """Hold prompts in the mode that generates, until enough can be read together in the other."""
+    def _gathering(self, floor: Floor) -> tuple[Next, float]:
+        """Hold prompts in the mode that generates, until enough can be read together in the other.
+
+        Returns:
+            What to hold, and how many can be read together; no number is enough where none is worth it, any is where
+            it is time to go.
+        """
         if not floor.queue and not any(job.n_unread for job in floor.active):
-            return _GO_ON
-        pause = floor.pause_s()
+            return _GO_ON, -math.inf
+        pause = floor.cost_s()
         worth = _WORTH_HOLDING * pause
         long: list[tuple[Job, float]] = []
+        known = self._gains_waiting
         for job in floor.queue:
-            if (gain := self.gain_of_read(job)) > worth:
+            gain = known.get(job)
+            if gain is None:
+                gain = known[job] = self.gain_of_read(job)
+            if gain > worth:
                 long.append((job, gain))
                 if len(long) == self._n_seq_max:
                     break
         unread = sum(self.gain_of_read(job) for job in floor.active if job.n_unread)
         if unread + sum(gain for _, gain in long) <= pause:
-            return _GO_ON
+            return _GO_ON, -math.inf
         n_free = self._n_seq_max - len(floor.active)
         # Nobody is held for longer than the bound; whoever waits for a sequence is not held.
         dues = {job.number: job.came + self._bounds.max_wait_s for job, _ in long}
@@ -182,9 +247,7 @@ class Plans:
         held = frozenset(number for number, at in dues.items() if at > floor.at)
         # One whose bound is over may still wait for a sequence: the next bound counts.
         hold = Next(switches=False, held=held, until=min((dues[number] for number in held), default=math.inf))
-        if n_ready >= n or is_idle or (due <= floor.at and n_free):
-            return self._switching(floor, hold)
-        return hold
+        return hold, math.inf if is_idle or (due <= floor.at and n_free) else n_ready
 
     def gain_of_read(self, job: Job) -> float:
         """Give the seconds that reading the rest of a prompt takes less in the mode that reads faster."""

@@ -172,6 +172,7 @@ class Policy:
         self._regret = 0.0
         # Seconds that all that was served took more, switches included, than it would have in one mode for good.
         self._over = dict.fromkeys(MODES, 0.0)
+        # What a switch takes from who is served: its pause, on processors more.
         self._pause = 0.0
         self._seen: set[int] = set()
         self._shapes: deque[tuple[int, int, int]] = deque(maxlen=_N_SHAPES)
@@ -188,7 +189,7 @@ class Policy:
         Args:
             at: when it ended, s.
             succeeded: the session serves in another mode now.
-            seconds: its pause.
+            seconds: its pause, and what else of its time no step or read tells.
             after: the mode that it was to go to; None: the one that was decided last.
         """
         del after
@@ -245,7 +246,7 @@ class Policy:
         plans = Plans(self.costs, situation.n_seq_max, bounds)
         floor = _floor_of(situation, self.costs, self._free_at - own.min_stay_s, self._more_s)
         self._look_back(situation, plans)
-        self._pause = floor.pause_s()
+        self._pause = floor.cost_s()
         return self._decide_empty(floor, plans) if floor.is_empty else self._decide_busy(floor, plans)
 
     def _note_mode(self, mode: SplitMode) -> None:
@@ -258,9 +259,10 @@ class Policy:
         # To be in this mode for good is a plan, and stays: the first one.
         stays: tuple[float, Plan, Next] = (math.inf, Plan(Kind.BE, mode), Next(switches=False))
         goes: tuple[float, Plan, Next] | None = None
-        for plan in plans.all(floor):
+        every = plans.all(floor)
+        for plan, end in zip(every, plans.ends(floor, every), strict=True):
             now = plans.next(floor, plan)
-            seconds = self._seconds(floor.copy(), plan, plans)
+            seconds = end.at - floor.at + self._endings[end.mode] * self._busy_share
             if plan.kind is Kind.BE and plan.mode is not mode:
                 seconds -= min(self._regret, _MOST_REGRET * pause)
             if now.switches:
@@ -300,8 +302,9 @@ class Policy:
         start, own = f"stays in {floor.mode.value}: ", self.settings
         if self._blocked_until > floor.at:
             return f"{start}the last switch failed, and none is tried for {self._blocked_until - floor.at:,.1f} s"
-        if self._pause > own.max_pause_s and any(not job.n_unread for job in floor.active):
-            return f"{start}a switch pauses streams for {self._pause:,.1f} s, and {own.max_pause_s:g} s are allowed"
+        pause = floor.pause_s()
+        if pause > own.max_pause_s and any(not job.n_unread for job in floor.active):
+            return f"{start}a switch pauses streams for {pause:,.1f} s, and {own.max_pause_s:g} s are allowed"
         return f"{start}the last switch was less than {own.min_stay_s:g} s ago"
 
     def _numbers(self, floor: Floor, n_held: int) -> dict[str, float]:
@@ -311,7 +314,7 @@ class Policy:
             "n_uncached": sum(unread),
             "n_to_come": sum(job.n_left for job in (*floor.active, *floor.queue)),
             "n_held": n_held,
-            "pause_s": self._pause,
+            "pause_s": floor.pause_s(),
             "regret_s": self._regret,
             "backoff_s": max(self._blocked_until - floor.at, 0.0),
         }
@@ -326,11 +329,6 @@ class Policy:
     def _lost(self, mode: SplitMode) -> float:
         """Say how many pauses all switches so far have lost against this mode for good, beyond what is allowed."""
         return max(self._over[mode] / self._pause - _ALLOWED, 0.0) if self._pause else 0.0
-
-    def _seconds(self, floor: Floor, plan: Plan, plans: Plans) -> float:
-        start = floor.at
-        plans.follow(floor, plan)
-        return floor.at - start + self._endings[floor.mode] * self._busy_share
 
     def _until_regret(self, floor: Floor, plans: Plans, pause: float) -> float:
         """Give the seconds until what is done now may have cost a switch's pause; nothing else would be asked for."""
@@ -376,12 +374,7 @@ class Policy:
                 floor = Floor(self.costs, situation.n_seq_max, 0.0, mode)
                 for number, shape in enumerate(shapes[start : start + crowd]):
                     floor.come(Job(number, 0.0, *shape))
-                times = []
-                for plan in plans.all(floor):
-                    twin = floor.copy()
-                    plans.follow(twin, plan)
-                    times.append(twin.at)
-                seconds[mode] += min(times)
+                seconds[mode] += min(end.at for end in plans.ends(floor, plans.all(floor)))
         least = min(seconds.values())
         self._endings = {mode: (seconds[mode] - least) / max(n, 1) for mode in MODES}
 

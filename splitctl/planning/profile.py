@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from statistics import median
 from typing import Self
 
@@ -28,6 +29,10 @@ _MAX_S = 1e6
 _MAX_RUNS, _MAX_THINGS = 10_000, 1_000
 #: Nothing takes less than a token at the highest rate [s].
 _LEAST_S = 1.0 / MAX_TPS
+#: Measured up to so many times as many tokens counts as deep as this: the next depth that is left out is half as deep.
+_AS_DEEP = 1.4
+#: Lines that are remembered: a profile has a few for each mode and way of a switch.
+_N_LINES = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +285,9 @@ class Profile:
         """
         found = [one for one in self.modes if one.mode is mode and n_ubatch in {None, one.n_ubatch}]
         if not found:
-            why = next((one.why for one in self.left_out if one.what == mode.value), "measure it: splitctl bench")
+            names = (mode.value, f"{mode.value} -ub ")
+            left_out = (one.why for one in self.left_out if one.what == names[0] or one.what.startswith(names[1]))
+            why = next(left_out, "measure it: splitctl bench")
             raise ModeNotMeasured("mode", mode.value, why)
         if len(found) == 1:
             return found[0]
@@ -305,6 +312,30 @@ class Profile:
     def ways(self, before: SplitMode, after: SplitMode) -> tuple[str, ...]:
         """Name the ways of a switch that were measured, in the order of `cost.TIMED`."""
         return tuple(one for one in TIMED if self.switch(before, after, one) is not None)
+
+    @property
+    def reach(self) -> int:
+        """Most tokens that a sequence held in a measurement of every mode."""
+        return min(one.reach for one in self.modes)
+
+    def lacks(self, other: Profile) -> tuple[str, ...]:
+        """Say what another profile has and this one has not, one phrase each; none if this one is as full.
+
+        What counts is modes, of each of them how many sizes of micro-batches, how deep, how many sequences together and
+        whether it was repeated, and each way and direction of a switch.
+        """
+        found = []
+        for mode in dict.fromkeys(one.mode for one in other.modes):
+            mine, theirs = ([one for one in whose.modes if one.mode is mode] for whose in (self, other))
+            if not mine:
+                found.append(f"{mode.value} mode")
+                continue
+            found += [f"{mode.value} mode {what}" for what in _less(mine, theirs)]
+        directions = dict.fromkeys((one.before, one.after, one.way) for one in other.switches)
+        for before, after, way in directions:
+            if self.switch(before, after, way) is None:
+                found.append(f"{before.value} -> {after.value} {way}")
+        return tuple(found)
 
     def rates(self, work: Work, *, n_seq: int = 1) -> Rates:
         """Give the rates that this work would see, and what its switch would cost.
@@ -339,6 +370,22 @@ class Profile:
         )
 
 
+def _less(mine: Sequence[MeasuredMode], theirs: Sequence[MeasuredMode]) -> Iterator[str]:
+    """Say what less was measured of one mode."""
+    if len(mine) < len(theirs):
+        yield f"with {len(theirs)} sizes of -ub"
+    reaches = [max(one.reach for one in some) for some in (mine, theirs)]
+    if _AS_DEEP * reaches[0] < reaches[1]:
+        yield f"up to {reaches[1]:,} tokens"
+    together = [max(step.n_seq for one in some for step in one.steps) for some in (mine, theirs)]
+    if together[0] < together[1]:
+        yield f"with {together[1]} sequences"
+    # One repetition says nothing of how far the next one would lie.
+    repeated = [max(read.seconds.n for one in some for read in one.reads) for some in (mine, theirs)]
+    if repeated[0] == 1 < repeated[1]:
+        yield f"in {repeated[1]} repetitions"
+
+
 def _few(name: str, things: Sequence[object]) -> None:
     """Refuse more things of one kind than anybody measures: every answer goes through all of them."""
     if len(things) > _MAX_THINGS:
@@ -370,11 +417,7 @@ def _line(points: Iterable[Point], at: float) -> float:
     Beyond the last the line goes on from the nearest one that is lower for certain; a slope that is within what
     repetitions differ by would be noise, many times over.
     """
-    found: dict[float, list[Point]] = {}
-    for point in points:
-        found.setdefault(point[0], []).append(point)
-    known = [tuple(math.fsum(column) / len(same) for column in zip(*same, strict=True)) for same in found.values()]
-    known.sort()
+    known = _knots(tuple(points))
     if at <= known[0][0] or len(known) == 1:
         return known[0][1]
     for (x0, y0, *_), (x1, y1, *_) in itertools.pairwise(known):
@@ -383,3 +426,17 @@ def _line(points: Iterable[Point], at: float) -> float:
     last, value, low, _ = known[-1]
     lower = next(((x, y) for x, y, _, high in reversed(known[:-1]) if high < low), None)
     return value if lower is None else value + (value - lower[1]) * (at - last) / (last - lower[0])
+
+
+@lru_cache(_N_LINES)
+def _knots(points: tuple[Point, ...]) -> list[Point]:
+    """Put points in order, and take the mean of those in one place; a policy asks for the same lines all the time."""
+    found: dict[float, list[Point]] = {}
+    for point in points:
+        found.setdefault(point[0], []).append(point)
+    return sorted(_mean(same) for same in found.values())
+
+
+def _mean(points: Sequence[Point]) -> Point:
+    where, value, low, high = (math.fsum(column) / len(points) for column in zip(*points, strict=True))
+    return where, value, low, high

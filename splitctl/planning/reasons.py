@@ -39,7 +39,7 @@ def staying(plans: Plans, floor: Floor, now: Next, more: float, stay_s: float, g
         stay_s: seconds of all known work if the mode stays.
         go_s: the same if it is left now; infinite where it cannot be.
     """
-    here, pause = floor.mode, floor.pause_s()
+    here, pause = floor.mode, floor.cost_s()
     start = f"stays in {here.value}: "
     if now.held:
         held = [job for job in floor.queue if job.number in now.held]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from splitctl.model.facts import ModelFacts
-from splitctl.outcome import WeightsTier
+from splitctl.outcome import Via, WeightsTier
 from splitctl.placement import Placement, SplitMode
 from splitctl.planning.fitting import lacking, needs_of_mode
 from splitctl.planning.memory import DeviceFacts, plan_mode
@@ -31,6 +31,10 @@ _SLOWER = 1.3
 MOST_WARM_STEPS, LEAST_WARM_STEPS, WARM_S = 8, 2, 0.5
 #: Steps that count as one measurement.
 _MOST_STEPS = 32
+#: A pinned copy is made, and tried in a child, before its first switch: so many times as long as placing the model.
+_COPY = 2.0
+#: Switches there and back.
+_PAIR = 2
 #: Of the time that there is, what a cut has to save to be worth it [share].
 _WORTH = 0.04
 
@@ -61,8 +65,9 @@ class Wish:
         room: tokens that one sequence may hold.
         n_seqs: sequences that generate together, ascending, from 1.
         n_ubatches: sizes of micro-batches; the first is the one that is asked for.
-        tiers: ways of a switch; the first is the last to be cut.
+        tiers: tiers of weights to switch with; the first is the last to be cut.
         rounds: repetitions.
+        beside: whether switches beside are measured.
     """
 
     n_batch: int
@@ -71,6 +76,7 @@ class Wish:
     n_ubatches: tuple[int, ...] = (512,)
     tiers: tuple[str, ...] = ()
     rounds: int = 5
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +91,10 @@ class Schedule:
         n_steps: steps that count as one.
         n_ubatches: sizes of micro-batches.
         rounds: repetitions of all that.
-        tiers: ways of a switch.
+        tiers: tiers of weights to switch with.
         held: tokens that a session holds when it is switched.
         switch_rounds: times there and back for each of them.
+        beside: switches beside; 0: none.
         cuts: what is less than was wished for, one phrase each; repetitions and ways of a switch aside, of which there
             may be more in the end.
     """
@@ -102,7 +109,13 @@ class Schedule:
     tiers: tuple[str, ...]
     held: tuple[int, ...]
     switch_rounds: int
+    beside: int = 0
     cuts: tuple[str, ...] = ()
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """The ways of a switch, in their order."""
+        return (*self.tiers, *([Via.BESIDE.value] if self.beside else []))
 
     def round_s(self, look: Look) -> float:
         """Tell how long one round takes in one mode with one size of micro-batches, seconds."""
@@ -125,24 +138,52 @@ class Schedule:
         return sum(cells * self.rounds * self.round_s(look) + opened * times * look.open_s for look in looks.values())
 
     def switches_s(self, looks: Mapping[SplitMode, Look]) -> float:
-        """Tell how long all switches take, seconds: two sessions for each way."""
-        pair = [looks[mode] for mode in (SplitMode.LAYER, SplitMode.TENSOR) if mode in looks]
-        if len(pair) < 2:
-            return 0.0
-        worst = Look(*(max(getattr(one, item.name) for one in pair) for item in dataclasses.fields(Look)))
-        steps = self.n_steps * worst.step_s + 2 * _warm_s(worst.step_s)
-        n_switches = 2 + 2 * len(self.held) * self.switch_rounds
-        reading = (sum(self.held) + self.held[0]) * worst.token_s
-        each = 2 * worst.open_s + n_switches * steps + reading
-        # Where both placements stay, each of two sessions places the other one once.
-        placed = sum(2 if tier == WeightsTier.RESIDENT.value else n_switches for tier in self.tiers)
-        return _SLOWER * (len(self.tiers) * each + placed * worst.place_s)
+        """Tell how long all switches take, seconds."""
+        return sum(self.way_s(way, looks) for way in self.ways)
 
-    def beside_s(self, looks: Mapping[SplitMode, Look]) -> float:
-        """Tell how long switches beside take, seconds: each of them opens a session anew, and reads nothing."""
-        n_opened = 1 + 2 * (1 + len(self.held))
-        each_s = max(one.open_s + one.place_s for one in looks.values())
-        return _SLOWER * (n_opened * each_s + 2 * self.held[-1] * max(one.token_s for one in looks.values()))
+    def way_s(self, way: str, looks: Mapping[SplitMode, Look]) -> float:
+        """Tell how long all switches of one way take, seconds: two sessions; beside, each opens one of its own."""
+        worst = _worst(looks)
+        if worst is None:
+            return 0.0
+        if way == Via.BESIDE.value:
+            reading = 2 * self.held[-1 if self.beside > _PAIR else 0]
+            opened = (1 + self.beside) * (worst.open_s + worst.place_s)
+            return _SLOWER * (opened + reading * worst.token_s)
+        n_switches = 2 + 2 * len(self.held) * self.switch_rounds
+        reading = sum(self.held) + self.held[0]
+        # Where both placements stay, each of two sessions places the other one once.
+        n_placed = 2 if way == WeightsTier.RESIDENT.value else n_switches
+        seconds = 2 * worst.open_s + n_switches * self._steps_s(worst) + reading * worst.token_s
+        return _SLOWER * (seconds + n_placed * worst.place_s)
+
+    def begin_s(self, way: str, looks: Mapping[SplitMode, Look]) -> float:
+        """Tell how long it takes to open a session and switch it once, seconds."""
+        worst = _worst(looks)
+        if worst is None:
+            return 0.0
+        made = _COPY * worst.place_s if way == WeightsTier.PINNED.value else 0.0
+        return _SLOWER * (worst.open_s + made) + self.switch_s(way, looks)
+
+    def switch_s(self, way: str, looks: Mapping[SplitMode, Look], n_held: int | None = None) -> float:
+        """Tell how long one switch takes with so many tokens read before it, seconds; None: the fewest."""
+        worst = _worst(looks)
+        if worst is None:
+            return 0.0
+        opened = worst.open_s if way == Via.BESIDE.value else 0.0
+        reading = (self.held[0] if n_held is None else n_held) * worst.token_s
+        return _SLOWER * (opened + worst.place_s + self._steps_s(worst) + reading)
+
+    def _steps_s(self, look: Look) -> float:
+        return self.n_steps * look.step_s + 2 * _warm_s(look.step_s)
+
+
+def _worst(looks: Mapping[SplitMode, Look]) -> Look | None:
+    """Take the longer time of both modes in everything; None where one of them is not there."""
+    pair = [looks[mode] for mode in (SplitMode.LAYER, SplitMode.TENSOR) if mode in looks]
+    if len(pair) < _PAIR:
+        return None
+    return Look(*(max(getattr(one, item.name) for one in pair) for item in dataclasses.fields(Look)))
 
 
 def _warm_s(step_s: float) -> float:
@@ -158,7 +199,7 @@ def schedule(wish: Wish, looks: Mapping[SplitMode, Look], left_s: float, *, reop
     def missing_s(now: Schedule) -> float:
         return now.rounds_s(looks, reopened=reopened) + now.switches_s(looks) - left_s
 
-    for begin in (full, replace(full, tiers=())):
+    for begin in (full, replace(full, tiers=(), beside=0)):
         # First without what would save next to nothing: where a model takes long to place, depth costs nothing.
         for worth in (_WORTH, 0.0):
             found = begin
@@ -186,7 +227,10 @@ def _full(wish: Wish) -> Schedule:
     held = tuple(sorted({min(SMALL_STATE, chunk), max(large, min(SMALL_STATE, chunk))}))
     n_steps = max(1, min(_MOST_STEPS, room // 8))
     n_seqs, n_ubatches = wish.n_seqs, wish.n_ubatches
-    return Schedule(lengths, chunk, tuple(depths), n_seqs, n_steps, n_ubatches, wish.rounds, wish.tiers, held, 3)
+    beside = _PAIR * (1 + len(held)) if wish.beside else 0
+    return Schedule(
+        lengths, chunk, tuple(depths), n_seqs, n_steps, n_ubatches, wish.rounds, wish.tiers, held, 3, beside
+    )
 
 
 Cut = Callable[[Schedule], Schedule]
@@ -226,10 +270,11 @@ def _cuts() -> Sequence[Cut]:
 
     return (
         most(rounds=3), most(switch_rounds=2), shallower(8192), first("n_ubatches", 2), most(n_steps=16), ends,
-        first("n_ubatches", 1), smaller(1024), shallower(4096), most(n_steps=8), smaller(512), shallower(2048),
-        most(rounds=2), first("tiers", 2), most(switch_rounds=1, n_steps=4), shallower(1024), smaller(256),
-        first("held", 1), first("tiers", 1), shallower(512), smaller(128), shallower(256), first("n_seqs", 1),
-        smaller(64), shallower(0), first("lengths", 1), most(rounds=1, n_steps=2), smaller(SHORT),
+        most(beside=_PAIR), first("n_ubatches", 1), smaller(1024), shallower(4096), most(n_steps=8), smaller(512),
+        shallower(2048), most(rounds=2), most(switch_rounds=1), first("tiers", 2), most(beside=1, n_steps=4),
+        shallower(1024), smaller(256), first("held", 1), first("tiers", 1), most(beside=0), shallower(512),
+        smaller(128), shallower(256), first("n_seqs", 1), smaller(64), shallower(0), first("lengths", 1),
+        most(rounds=1, n_steps=2), smaller(SHORT),
     )  # fmt: skip
 
 

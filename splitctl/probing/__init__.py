@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from splitctl.probing.own_call import try_own_call
 from splitctl.probing.probe import try_copy, try_placement
 from splitctl.probing.reserve import can_reserve, reserve
 from splitctl.probing.verdicts import (
@@ -24,6 +25,7 @@ __all__ = [
     "is_of_the_target",
     "reserve",
     "try_copy",
+    "try_own_call",
     "try_placement",
     "verdict_of_death",
 ]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
 from numpy.typing import NDArray
+
+from splitctl.placement import FlashAttn, Placement
 
 Logits = NDArray[np.float32]
 
@@ -17,6 +20,9 @@ NMSE_LIMIT_QUANTIZED = 0.1
 #: never beyond the wider limit. Measured in right placements: 27B of random q8_0 weights on two H200 2.5e-2.
 _TIMES_ITSELF = 4.0
 UNQUANTIZED = frozenset({"f32", "f16", "bf16"})
+
+#: What a child is doing while the reference is compared with itself: a death there says nothing of the reference.
+CONTROL_STAGE = "comparing it with itself"
 
 #: A reference's logits are kept in a file of this size at most [bytes].
 MAX_KEPT_BYTES = 256 << 20
@@ -47,6 +53,17 @@ def widened(limit: float, control: float) -> float:
     The result is never beyond the wider of the two limits: what is that far off is wrong, or too noisy to be told.
     """
     return max(limit, min(_TIMES_ITSELF * control, NMSE_LIMIT_QUANTIZED))
+
+
+def in_another_order(placement: Placement) -> Placement:
+    """Give a placement that adds the same floats in another order: other kernels, where the cache's types allow it.
+
+    Without flash attention where it was on, or left open, and with it where it was off.
+    """
+    if not {placement.type_k, placement.type_v} <= UNQUANTIZED:
+        return placement
+    other = FlashAttn.ON if placement.flash_attn is FlashAttn.OFF else FlashAttn.OFF
+    return dataclasses.replace(placement, flash_attn=other)
 
 
 def sums(mine: Logits, theirs: Logits) -> tuple[float, float]:

@@ -9,11 +9,34 @@ from typing import TYPE_CHECKING
 from splitctl.engine.host_copy import raw_header
 from splitctl.model.facts import read_facts
 from splitctl.model.gguf_bytes import Unfit, first_layers, padded
+from splitctl.probing.verdicts import Verdict
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from splitctl.placement import Placement
+    from splitctl.probing.verdicts import ProbeVerdict
 
 _PIECE = 16 << 20
+
+
+def tried_short(model_path: str, placement: Placement, tried: Callable[[str], ProbeVerdict]) -> ProbeVerdict:
+    """Try a model's first layers; where there are none, or they settle nothing, all of it.
+
+    Args:
+        model_path: the GGUF.
+        placement: where it is to be tried.
+        tried: tries the GGUF at a path.
+    """
+    fd = short_model(Path(model_path), placement)
+    if fd is not None:
+        try:
+            found = tried(f"/proc/self/fd/{fd}")
+        finally:
+            os.close(fd)
+        if found.verdict is not Verdict.INCONCLUSIVE:
+            return found
+    return tried(model_path)
 
 
 def short_model(path: Path, placement: Placement) -> int | None:

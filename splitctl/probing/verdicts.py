@@ -48,6 +48,9 @@ class Verdict(enum.Enum):
     INCONCLUSIVE = "inconclusive"
 
 
+#: How a key begins to say that the library's own call was tried.
+OWN_CALL = "moved from"
+
 #: Verdicts that hold for every model of a shape, whatever its weights.
 _OF_THE_SHAPE = frozenset({Verdict.OK, Verdict.DIES})
 
@@ -116,7 +119,8 @@ class ProbeKey:
         many_sequences: whether the context holds more than one sequence.
         kv_unified: whether they share one stream.
         rpc: the servers behind RPC devices, whose names do not tell them apart.
-        copy: of a model that is made from a copy of its weights, with how many layers on devices; else empty.
+        trial: what was tried other than the placement itself: a load from a copy of the weights, with how many layers
+            on devices, or the library's own call, from where; else empty.
     """
 
     build: str
@@ -130,7 +134,7 @@ class ProbeKey:
     many_sequences: bool
     kv_unified: bool
     rpc: tuple[str, ...] = ()
-    copy: str = ""
+    trial: str = ""
 
     @classmethod
     def of(
@@ -170,7 +174,7 @@ class ProbeKey:
     def text(self) -> str:
         """Give the key as text, a JSON array; equal keys have equal texts."""
         told = [getattr(self, field.name) for field in dataclasses.fields(self)]
-        return json.dumps(told if self.copy else told[:-1])
+        return json.dumps(told if self.trial else told[:-1])
 
 
 def build_id(library: Path) -> str:
@@ -243,6 +247,29 @@ class VerdictCache:
             return ProbeVerdict.from_json(plain, remembered=True)
         except ValueError:
             return None
+
+    def own_calls(self, build: str, shape: str, weights: Callable[[], str] = str) -> Iterator[dict[str, Any]]:
+        """Give what is known of the library's own call for a build and a shape of model.
+
+        Args:
+            build: which library, as a key has it.
+            shape: what the model's header says, as a key has it.
+            weights: gives what tells the model's files from all others; called only where that matters.
+
+        Yields:
+            Keys mode, devices, tensor_split, trial (from where), verdict and why, in plain values.
+        """
+        names = [field.name for field in dataclasses.fields(ProbeKey)]
+        for text, plain in self._read().items():
+            try:
+                told, end = json.JSONDecoder().raw_decode(text)
+                key, found = dict(zip(names, told, strict=True)), ProbeVerdict.from_json(plain).to_json()
+            except (TypeError, ValueError):
+                continue
+            is_asked = (key["build"], key["shape"]) == (build, shape) and key["trial"].startswith(OWN_CALL)
+            if is_asked and (end == len(text) or text[end:] == f"@{weights()}"):
+                told = {name: key[name] for name in ("mode", "devices", "tensor_split", "trial")}
+                yield told | {"verdict": found["verdict"], "why": found["why"]}
 
     def put(self, key: ProbeKey, verdict: ProbeVerdict, weights: Callable[[], str] = str) -> bool:
         """Keep a verdict in place of an earlier one, unless it is inconclusive; tells whether it was kept.

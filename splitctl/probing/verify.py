@@ -12,7 +12,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,7 +23,18 @@ from splitctl.engine.buffer_lines import BufferLine, buffer_lines
 from splitctl.engine.engine import FLASH_TURNED_OFF, context_params, model_params, resolve_threads
 from splitctl.last_words import telling_line
 from splitctl.placement import FlashAttn, Placement, SplitMode
-from splitctl.probing.comparing import MAX_KEPT_BYTES, WINDOW_ROWS, Logits, Tally, is_sound, nmse_limit, surprise
+from splitctl.probing.comparing import (
+    CONTROL_STAGE,
+    MAX_KEPT_BYTES,
+    WINDOW_ROWS,
+    Logits,
+    Tally,
+    in_another_order,
+    is_sound,
+    nmse_limit,
+    surprise,
+    widened,
+)
 from splitctl.probing.computing import (
     SMALL_BYTES,
     ProbeCancelled,
@@ -39,6 +50,8 @@ from splitctl.probing.verdicts import Verdict
 _CHUNK = 32
 #: Tokens of the batch of several after a restore.
 _N_SEVERAL = 5
+#: Tokens of the reference that are read again, one by one in another order of floats.
+_N_CONTROL = 64
 #: More than is decoded after the text and what was generated [tokens].
 _N_SPARE = 16
 
@@ -60,6 +73,8 @@ class Task:
         reference: logits of the reference mode, as `keep` left them; None for the reference itself.
         twin: logits of the reference mode with the same cache types; None where there are none.
         keep: where this one's logits are left; None: nowhere.
+        control: how far what it is judged by (the twin, else the reference) is from itself in another order of floats,
+            NMSE; 0 where nobody knows.
     """
 
     text: str
@@ -68,6 +83,11 @@ class Task:
     reference: Path | None
     twin: Path | None
     keep: Path | None
+    control: float = 0.0
+
+    def limit(self, placement: Placement) -> float:
+        """Give the NMSE beyond which the placement is wrong."""
+        return widened(nmse_limit(placement.type_k, placement.type_v), self.control)
 
 
 @dataclass(slots=True)
@@ -115,7 +135,7 @@ def measure(
         ProbeCancelled: `is_cancelled` said so.
         OSError: a file of logits cannot be read or written.
     """
-    found: Found = {"loads": False, "rss_before_bytes": _memory()["VmRSS"]}
+    found: Found = {"loads": False, "effective": None, "rss_before_bytes": _memory()["VmRSS"]}
     heard = _Listener()
     stop = library.log.listen(heard)
 
@@ -133,7 +153,6 @@ def measure(
 
     try:
         _measure(library, model_path, placement, task, found, heard, stage, report, is_cancelled)
-        found |= {"verdict": Verdict.OK.value, "why": ""}
     except LoadCancelled as error:
         raise ProbeCancelled from error
     except Wrong as error:
@@ -147,7 +166,6 @@ def measure(
     finally:
         stop()
     report()
-    found["effective"] = _effective(placement, heard) if found["loads"] else None
     return found
 
 
@@ -162,7 +180,10 @@ def _measure(
     report: Callable[[], None],
     is_cancelled: Callable[[], bool],
 ) -> None:
-    """Load, read, generate, take the state out and put it back; what is found is put into `found`."""
+    """Load, read, generate, take the state out and put it back; what is found is put into `found`.
+
+    A reference is at last compared with itself: by then it is right, whatever comes of that.
+    """
     stage("loading", 0.0)
 
     def loading(share: float) -> bool:
@@ -179,7 +200,7 @@ def _measure(
         stage("making the context")
         with Context(model, context_params(fitted, embeddings=False)) as context:
             heard.is_listening = False
-            found["flash_attn"] = _flash_attn(placement, heard).value
+            found |= {"effective": _effective(placement, heard), "flash_attn": _flash_attn(placement, heard).value}
             found |= {"loads": True, "n_tokens": len(tokens), "n_vocab": model.n_vocab, "n_ctx": context.n_ctx}
             report()
             texts = [tokens[start:] + tokens[:start] for start in _starts(len(tokens), fitted.n_seq_max)]
@@ -190,6 +211,7 @@ def _measure(
             found |= _text(model, generated)
             report()
             if not context.has_memory:
+                found |= {"verdict": Verdict.OK.value, "why": ""}
                 return
             stage("taking the state out")
             state = state_of(context)
@@ -197,11 +219,16 @@ def _measure(
             report()
         for text, rows in zip(texts[1:], others, strict=True):
             stage("reading another text alone")
-            _compare_alone(model, fitted, text, rows)
+            _compare_alone(model, fitted, text, rows, task.limit(fitted))
         n_past = len(tokens) + max(len(generated) - 1, 0)
         found["state_equal"] = False
         _restore_twice(model, fitted, texts, state, n_past, stage)
-        found["state_equal"] = True
+        found |= {"state_equal": True, "verdict": Verdict.OK.value, "why": ""}
+        if task.keep is not None:
+            report()
+            stage(CONTROL_STAGE)
+            placed = replace(fitted, flash_attn=FlashAttn(found["flash_attn"]))
+            found["nmse_control"] = _from_itself(model, placed, tokens, task.keep)
 
 
 def _tokens(model: Model, task: Task) -> list[int]:
@@ -281,7 +308,10 @@ def _read(
         found |= plain.numbers()
     if task.twin is not None:
         found |= twin.numbers("same_cache_")
-    _judge(twin if task.twin is not None else plain, placement)
+    judged = twin if task.twin is not None else plain
+    if judged.n_rows:
+        found["nmse_limit"] = task.limit(placement)
+        _judge(judged, found["nmse_limit"])
     return [row, *(kept[-1] for kept in others)], others
 
 
@@ -292,7 +322,7 @@ def _parts(context: Context, texts: list[list[int]]) -> Iterator[tuple[int, list
         yield at, [text[at : at + most] for text in texts]
 
 
-def _compare_alone(model: Model, placement: Placement, text: list[int], rows: Sequence[Logits]) -> None:
+def _compare_alone(model: Model, placement: Placement, text: list[int], rows: Sequence[Logits], limit: float) -> None:
     """Demand that a text gives the same logits beside others as alone, up to float order."""
     alone: deque[Logits] = deque(maxlen=len(rows))
     with Context(model, context_params(placement.changed(n_seq_max=1), embeddings=False)) as context:
@@ -303,15 +333,33 @@ def _compare_alone(model: Model, placement: Placement, text: list[int], rows: Se
     tally = Tally()
     for mine, theirs in zip(rows, alone, strict=True):
         tally.add(mine, theirs)
-    _judge(tally, placement, "those of the same text alone")
+    _judge(tally, limit, "those of the same text alone")
 
 
-def _judge(tally: Tally, placement: Placement, wanted: str = "the reference mode's") -> None:
+def _judge(tally: Tally, limit: float, wanted: str = "the reference mode's") -> None:
     """Demand that the logits are those that are wanted, up to float order."""
-    limit = nmse_limit(placement.type_k, placement.type_v)
     if tally.n_rows and tally.worst_nmse > limit:
         top = f"{tally.n_same_top} of {tally.n_rows} top tokens equal"
-        raise Wrong(f"its logits differ from {wanted}: NMSE {tally.worst_nmse:.3g} (limit {limit:g}), {top}")
+        raise Wrong(f"its logits differ from {wanted}: NMSE {tally.worst_nmse:.3g} (limit {limit:.3g}), {top}")
+
+
+def _from_itself(model: Model, placement: Placement, tokens: list[int], kept: Path) -> float | None:
+    """Say how far the first rows are from those that were kept, when read one by one in another order of floats.
+
+    None where that cannot be tried.
+    """
+    tally = Tally()
+    try:
+        params = context_params(in_another_order(placement), embeddings=False)
+        with kept.open("rb") as rows, Context(model, params) as context:
+            _encode(context, [tokens])
+            for at, token in enumerate(tokens[:_N_CONTROL]):
+                _decode(context, [[token]], at)
+                row = _row(context, 0)
+                tally.add(row, _next_row(rows, row.size))
+    except (CallFailed, Wrong):
+        return None
+    return tally.worst_nmse
 
 
 def _row(context: Context, index: int) -> Logits:

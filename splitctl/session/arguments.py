@@ -13,7 +13,7 @@ from splitctl.carry.sampling import SamplerSpec
 from splitctl.engine.engine import LoadedAdapter
 from splitctl.engine.sampler import Constraints
 from splitctl.errors import ConfigInvalid
-from splitctl.outcome import Proof, WeightsTier
+from splitctl.outcome import Proof, Route, WeightsTier
 from splitctl.placement import Placement, SplitMode, number, whole
 
 if TYPE_CHECKING:
@@ -187,6 +187,14 @@ def proof_of(value: object) -> Proof:
         return Proof(value)
     except ValueError as error:
         raise ConfigInvalid("proof", value, "one of " + " ".join(one.value for one in Proof)) from error
+
+
+def route_of(value: object) -> Route:
+    """Read a route, or its word."""
+    try:
+        return Route(value)
+    except ValueError as error:
+        raise ConfigInvalid("via", value, "one of " + " ".join(one.value for one in Route)) from error
 
 
 def timeout_of(value: object) -> float | None:

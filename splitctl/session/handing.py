@@ -119,6 +119,13 @@ class Handing:
             return ""
         return self._checker.lacking_beside(live, checked.target)
 
+    def choose_via(self, checked: Checked) -> Checked:
+        """Find out who would do the work of a checked switch that stays in this process; other threads go on.
+
+        As slow as the check. A switch asks by itself where nobody has.
+        """
+        return self._checker.in_place(self._live, checked)
+
     def begin_ahead(self, checked: Checked) -> None:
         """Begin to copy sequences for a process that has placed the checked target, where that can be."""
         with self._working("copying ahead"):

@@ -23,6 +23,7 @@ from splitctl.probing import VerdictCache
 from splitctl.probing.free_memory import FreeMemoryCheck
 from splitctl.session.storage import Storage
 from splitctl.switching.checking import Checker
+from splitctl.switching.own_call import OwnCall
 from splitctl.switching.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -92,8 +93,15 @@ def open_parts(
             return trials.why_no_copy(placement, facts, known_only=known_only)
         return "nobody has compared it with a load from the file"
 
+    def why_no_own_call(now: Placement, target: Placement, known_only: bool) -> str:  # noqa: FBT001 - likewise
+        if trials is None:
+            return ""
+        if isinstance(trials, Trials):
+            return trials.why_no_own_call(now, target, facts, known_only=known_only)
+        return "nobody has tried the library's own call"
+
     tiers = Tiers(lambda now, target: memory.beside(now, target, same_process=True).reason, why_no_copy)
-    checker = Checker(library, facts, prober, memory, tiers)
+    checker = Checker(library, facts, prober, memory, tiers, OwnCall(why_no_own_call))
     reasons = checker.opening(wanted, n_adapters=len(adapters), force=force)
     if reasons:
         raise Refused(reasons)

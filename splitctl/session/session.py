@@ -19,7 +19,7 @@ from splitctl.carry.sampling import SamplerSpec
 from splitctl.engine.sampler import grammar_on
 from splitctl.errors import ConfigInvalid, Reason
 from splitctl.ipc.stop_texts import StopTexts
-from splitctl.outcome import Proof, Stage, SwitchOptions, SwitchOutcome, WeightsTier
+from splitctl.outcome import Proof, Route, Stage, SwitchOptions, SwitchOutcome, WeightsTier
 from splitctl.placement import Placement, SplitMode
 from splitctl.session import arguments, embedding, prompts
 from splitctl.session.core import SessionCore
@@ -456,8 +456,6 @@ class Session(SessionCore):
         """
         self._refuse_gone()
         target, options = self._target(target, changes), options or SwitchOptions()
-        if not self._live.placement.differs(target):
-            return Checked(target, options)
         return self._checker.switching(self._live, target, options)
 
     def switch(
@@ -467,6 +465,7 @@ class Session(SessionCore):
         proof: Proof | str = Proof.BYTES,
         convert: bool = True,
         force: bool = False,
+        via: Route | str = Route.AUTO,
         timeout_s: float | None = 60.0,
         progress: Callable[[Stage, float], None] | None = None,
         checked: Checked | None = None,
@@ -479,6 +478,7 @@ class Session(SessionCore):
             proof: how the restored state is proved, or its word.
             convert: False refuses a target that needs the carry converted.
             force: skip the rules, the probe and what the planner says does not fit; structural checks stay.
+            via: who does the work, or its word: native is refused where it cannot be, auto takes it where it can.
             timeout_s: how long to wait for the token boundary, seconds; None: as long as it takes.
             progress: told the stage and the share of it that is done.
             checked: what :meth:`check` found of this very target, whose options then count; None: it is checked now.
@@ -495,12 +495,12 @@ class Session(SessionCore):
         """
         live, found = self._live, checked
         wanted, timeout_s = self._target(target, changes), arguments.timeout_of(timeout_s)
-        proof = arguments.proof_of(proof)
-        options = checked.options if checked is not None else SwitchOptions(proof, convert=convert, force=force)
+        asked = SwitchOptions(arguments.proof_of(proof), convert, force, arguments.route_of(via))
+        options = asked if checked is None else checked.options
 
         def check() -> tuple[Reason, ...]:
             nonlocal found
-            found = found or self.check(wanted, options)
+            found = self._checker.in_place(live, found or self.check(wanted, options))
             return found.reasons
 
         def again() -> tuple[Reason, ...]:

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Protocol
 from splitctl.engine.weights import Chosen
 from splitctl.errors import FileChanged, Reason
 from splitctl.host_memory import host_memory
-from splitctl.outcome import DOES_NOT_FIT, PROBE_INCONCLUSIVE, SwitchOptions
+from splitctl.outcome import DOES_NOT_FIT, PROBE_INCONCLUSIVE, Route, SwitchOptions, Via
 from splitctl.placement import SplitMode
 from splitctl.probing import Verdict
 from splitctl.switching import rules
+from splitctl.switching.own_call import OwnCall
 from splitctl.switching.rules import BuildFacts, Diagnostic, HostFacts, SessionFacts
 from splitctl.switching.tiers import Tiers
 
@@ -76,6 +77,8 @@ class Checked:
         at: when the check began and ended, seconds of `time.perf_counter`.
         has_asked: whether the devices were asked for their free memory.
         weights: where the weights would come from.
+        via: who would do the work of a switch in place; None while nobody has asked.
+        via_reason: why not the library's own call; empty where it is, or could not have been.
     """
 
     target: Placement
@@ -85,6 +88,8 @@ class Checked:
     at: tuple[float, float] | None = None
     has_asked: bool = False
     weights: Chosen = field(default_factory=Chosen)
+    via: Via | None = None
+    via_reason: str = ""
 
 
 class Checker:
@@ -97,9 +102,14 @@ class Checker:
         prober: Prober | None,
         planner: Planner | None = None,
         tiers: Tiers | None = None,
+        own_call: OwnCall | None = None,
     ) -> None:
-        """Judge by the rules, and by ``prober`` and ``planner`` where they are there; ``tiers`` choose the weights."""
+        """Judge by the rules, and by ``prober`` and ``planner`` where they are there; ``tiers`` choose the weights.
+
+        ``own_call`` says whether the library's own call can do a switch; None: never.
+        """
         self._tiers = tiers or Tiers(None)
+        self._own_call = own_call
         self._facts = facts
         self._prober = prober
         self._planner = planner
@@ -116,8 +126,11 @@ class Checker:
     def switching(self, live: LiveSession, target: Placement, options: SwitchOptions) -> Checked:
         """Check a whole target as far as that goes while streams go on; may take as long as a trial in a child process.
 
-        With ``options.force`` only the reasons that no trial could outlive count.
+        With ``options.force`` only the reasons that no trial could outlive count. A target that the session serves in
+        already is not checked.
         """
+        if not live.placement.differs(target):
+            return Checked(target, options)
         # A shift that another thread is at has been applied by the boundary, or is seen there.
         session = dataclasses.replace(_facts_of(live), pending_shift=False)
         started = perf_counter()
@@ -133,6 +146,30 @@ class Checker:
             weights, has_asked = self._tiers.choose(live, target)
             found = dataclasses.replace(found, weights=weights, has_asked=found.has_asked or has_asked)
         return dataclasses.replace(found, at=(started, perf_counter()))
+
+    def in_place(self, live: LiveSession, found: Checked) -> Checked:
+        """Choose who does the work of a checked switch that stays in this process; goes on beside streams.
+
+        It may take as long as a trial in a child process. What is refused, or has been chosen, stays as it is. The
+        library's own call is refused where it is asked for by name and cannot be.
+        """
+        route, options = found.options.via, found.options
+        if found.reasons or found.via is not None or not live.placement.differs(found.target):
+            return found
+        if route is Route.COMPOSED or self._own_call is None:
+            return dataclasses.replace(found, via=Via.COMPOSED)
+        is_asked = route is Route.NATIVE
+        started = perf_counter()
+        why = self._own_call.why_not(live, found.target, found.weights.tier, is_asked=is_asked, force=options.force)
+        began, ended = found.at or (started, started)
+        at = (began, ended + perf_counter() - started)
+        if not why:
+            return dataclasses.replace(found, via=Via.NATIVE, at=at)
+        if is_asked:
+            reason = Reason("native-refused", f"{why}; switch by this program's calls (--via composed)")
+            return dataclasses.replace(found, reasons=(reason,), via_reason=why, at=at)
+        could_have_been = live.engine.library.has("native-switch")
+        return dataclasses.replace(found, via=Via.COMPOSED, via_reason=why if could_have_been else "", at=at)
 
     def ahead(self, opening: Placement, target: Placement, options: SwitchOptions) -> tuple[Reason, ...]:
         """Return the reasons for which a session would surely not switch to a target, before it is opened elsewhere.

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from llama_native import CallFailed, DeviceKind, LoadCancelled, NativeError
 from splitctl.engine.weights import Chosen
 from splitctl.errors import Cancelled, CannotConvert, FileChanged, Parked, Reason, SplitctlError, StateUnsound
-from splitctl.outcome import DevicePeak, Proof, Stage, SwitchOptions, WeightsTier
+from splitctl.last_words import telling_line
+from splitctl.outcome import DevicePeak, Proof, Stage, SwitchOptions, Via, WeightsTier
 from splitctl.switching.machine import HOUSEKEEPING, Command, EventKind, SwitchEvent
 from splitctl.switching.sealing import SealedState
 from splitctl.switching.transfer import Transfer
@@ -129,14 +130,22 @@ class Effects:
         self.transfer.give_target()
 
     def _native_switch(self, state: MachineState) -> SwitchEvent | None:
-        target = _requested(state)
+        target, engine = _requested(state), self.live.engine
+        if engine.is_stale and engine.own_call_reads is WeightsTier.FILE:
+            return _declined("the model's file is not what it was, and the library's own call reads it")
         self.transfer.accept()
         mode = {"none": 0, "layer": 1, "row": 2, "tensor": 3}[target.mode.value]
-        if not self.live.engine.live_context.native_switch(mode, target.tensor_split):
-            tail = " | ".join(self.live.engine.library.log.tail(3))
-            text = f"the library could not place {target.mode.value}: {tail}"
-            return SwitchEvent(EventKind.DECLINED, reasons=(Reason("native-declined", text),))
-        self.live.engine.moved(target)
+        if not engine.live_context.native_switch(mode, target.tensor_split):
+            said = telling_line(engine.library.log.said(200)) or "it does not say why"
+            # It says that nothing has changed, and that is looked at like a restored state.
+            if wrong := self._unproved():
+                text = f"the library's own call failed ({said}) and did not leave things as they were: {wrong}"
+                return _failed("native-broke", text)
+            return _declined(f"the library could not go to {target.mode.value} mode by its own call: {said}")
+        engine.moved(target)
+        engine.confirm_files()
+        if engine.is_stale and engine.came_from is WeightsTier.FILE:
+            return _failed("file-changed", "the model's file changed during the library's own call")
         self._resolved = target
         return None
 
@@ -197,6 +206,18 @@ class Effects:
         return self.live.engine.why or self.weights.reason
 
     @property
+    def via(self) -> Via:
+        """Who is to do the work."""
+        found = self.run.found()
+        return (None if found is None else found.via) or Via.COMPOSED
+
+    @property
+    def via_reason(self) -> str:
+        """Why it is not the library's own call, where that could have been."""
+        found = self.run.found()
+        return "" if found is None else found.via_reason
+
+    @property
     def weights(self) -> Chosen:
         """Where the weights are to come from."""
         found = self.run.found()
@@ -249,6 +270,10 @@ def _device_peaks(library: Library, placement: Placement, *, has_asked: bool) ->
 
 def _failed(code: str, text: str) -> SwitchEvent:
     return SwitchEvent(EventKind.FAILED, reasons=(Reason(code, text),))
+
+
+def _declined(text: str) -> SwitchEvent:
+    return SwitchEvent(EventKind.DECLINED, reasons=(Reason("native-declined", text),))
 
 
 def _requested(state: MachineState) -> Placement:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from splitctl.engine.engine import resolve_threads
 from splitctl.errors import Cancelled, DeadlineExceeded, Parked, Reason
-from splitctl.outcome import Stage, StageTimes, SwitchOutcome, SwitchStatus, Via, WeightsTier
+from splitctl.outcome import Stage, StageTimes, SwitchOutcome, SwitchStatus, Via
 from splitctl.placement import FlashAttn, Placement
 from splitctl.switching import machine
 from splitctl.switching.effects import MEETS
@@ -22,7 +22,6 @@ from splitctl.switching.machine import Command, EventKind, MachineState, SwitchE
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from splitctl.engine.live import LiveSession
     from splitctl.switching.effects import Effects, Run
 
 _TIMED = frozenset(field.name for field in dataclasses.fields(StageTimes))
@@ -36,19 +35,6 @@ def complete(target: Placement, now: Placement) -> Placement:
         n_ctx=target.n_ctx or now.n_ctx,
         flash_attn=now.flash_attn if target.flash_attn is FlashAttn.AUTO else target.flash_attn,
     )
-
-
-def choose_via(target: Placement, live: LiveSession, weights: WeightsTier) -> Via:
-    """Choose who does the work.
-
-    Returns:
-        NATIVE only where the build has the call, nothing but the mode and tensor_split changes, the session has no
-        adapters (the library's call refuses them), and the weights come from the file.
-    """
-    changed = set(live.placement.differs(target))
-    is_native = live.engine.library.has("native-switch") and not live.engine.adapters
-    is_native = is_native and weights is WeightsTier.FILE
-    return Via.NATIVE if is_native and changed and changed <= {"mode", "tensor_split"} else Via.COMPOSED
 
 
 class Switcher:
@@ -127,7 +113,7 @@ class Switcher:
         if ended is None:
             self.effects.run = run
             self._ms, self._fallback_ms, self._counts = ms, None, (None, 0, 0)
-            wanted = SwitchTarget(target, choose_via(target, self.effects.live, self.effects.weights.tier))
+            wanted = SwitchTarget(target, self.effects.via)
             resting = self.state
             try:
                 self._drive(SwitchEvent(EventKind.STARTED, request=wanted))
@@ -191,7 +177,7 @@ class Switcher:
         spent = (self._clock() - started) * 1e3
         if stage.value in _TIMED and command not in machine.HOUSEKEEPING:
             self._ms[stage.value] = self._ms.get(stage.value, 0.0) + spent
-        elif command not in machine.HOUSEKEEPING and stage is not Stage.SWITCHING_NATIVELY:
+        elif command not in machine.HOUSEKEEPING:
             self._fallback_ms = (self._fallback_ms or 0.0) + spent
         kept = self.effects.transfer.kept
         if kept is not None:
@@ -216,6 +202,7 @@ class Switcher:
         before = ms.get(Stage.CHECKING.value, 0.0) + ms.get(Stage.QUIESCING.value, 0.0)
         state_bytes, n_sequences, n_tokens = self._counts if touched else (None, 0, 0)
         is_pinned, why_not = self.effects.transfer.pinned if touched else (None, "")
+        placed = Stage.PLACING.value in ms or (state.via is Via.NATIVE and state.status is SwitchStatus.SWITCHED)
         requested = state.requested
         if state.status is None or requested is None:
             raise AssertionError("an outcome comes at the end of a switch")
@@ -236,10 +223,11 @@ class Switcher:
             n_tokens=n_tokens,
             conversions=self.effects.transfer.conversions if state.status is SwitchStatus.SWITCHED else (),
             via=state.via,
+            via_reason=self.effects.via_reason if touched else "",
             peak_device_bytes=self.effects.peaks if state.status is SwitchStatus.SWITCHED else (),
             pause_ms=total_ms - before if touched else None,
-            weights=self.effects.live.engine.came_from if Stage.PLACING.value in ms else None,
-            weights_reason=self.effects.weights_reason if Stage.PLACING.value in ms else "",
+            weights=self.effects.live.engine.came_from if placed else None,
+            weights_reason=self.effects.weights_reason if placed else "",
             carry_pinned=is_pinned,
             carry_pinned_reason=why_not,
         )

@@ -64,7 +64,7 @@ class Tiers:
             pinned=self.of_copy(live, target, known_only=True),
             back=back,
             n_tokens=engine.n_to_come(),
-            extra_ms=PINNED_MS_PER_LAYER * live.facts.n_layer if self._is_cuda(live, target) else 0.0,
+            extra_ms=PINNED_MS_PER_LAYER * live.facts.n_layer if self._adds_tensors(live, target) else 0.0,
             saves_ms=saves_ms(live.facts.weight_bytes, engine.load_ms),
         )
         if seen.pinned and (asked is WeightsTier.PINNED or seen.pays):
@@ -80,6 +80,9 @@ class Tiers:
         return copy.why or self._why_no_copy(placement, known_only)
 
     @staticmethod
-    def _is_cuda(live: LiveSession, placement: Placement) -> bool:
+    def _adds_tensors(live: LiveSession, placement: Placement) -> bool:
+        """Tell whether a model of the copy has tensors that its file has not, which cost time on CUDA."""
+        if live.engine.library.has("model-from-file-with"):
+            return False
         names = placement.devices or tuple(one.name for one in live.engine.library.devices(memory=False))
         return any(name.startswith("CUDA") for name in names)

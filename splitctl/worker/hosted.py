@@ -5,6 +5,7 @@ Law: after :func:`bring_to` a session holds exactly what the snapshots say, what
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from splitctl.carry.sampling import SamplerSpec
@@ -12,7 +13,7 @@ from splitctl.errors import Reason
 from splitctl.host_memory import host_memory
 from splitctl.ipc import orders
 from splitctl.ipc.orders import SequenceSnapshot
-from splitctl.outcome import DOES_NOT_FIT, Route, Stage, StageTimes, SwitchOutcome, SwitchStatus, WeightsTier
+from splitctl.outcome import DOES_NOT_FIT, Route, Stage, StageTimes, SwitchOutcome, SwitchStatus, Via, WeightsTier
 from splitctl.switching import conversion
 
 #: The code of the reason that a server's devices take no second worker.
@@ -84,11 +85,22 @@ def why_not_beside(session: Session, checked: Checked) -> str | None:
         None where nobody wants to know: the switch goes in place, is refused, or changes nothing.
     """
     via = checked.options.via
-    if via is Route.IN_PLACE or checked.reasons or not session.placement.differs(checked.target):
+    if not via.may_be_beside or checked.reasons or not session.placement.differs(checked.target):
         return None
     if via is Route.AUTO and checked.weights.tier is WeightsTier.RESIDENT:
         return "both placements stay on the devices, where a switch moves the state alone"
     return session.handing.why_not_beside(checked)
+
+
+def in_place(session: Session, checked: Checked, why_not_beside: str | None) -> Checked:
+    """Choose who does the work of a checked switch, where it stays in this process; as slow as the check.
+
+    Its ``via_reason`` then says why it is none of the faster ways.
+    """
+    if why_not_beside == "" or checked.options.via is Route.BESIDE:
+        return checked
+    found = session.handing.choose_via(checked)
+    return dataclasses.replace(found, via_reason="; ".join(filter(None, (why_not_beside, found.via_reason))))
 
 
 def checking_ms(checked: Checked) -> float:
@@ -109,7 +121,7 @@ def refused(session: Session, checked: Checked, why_not_beside: str = "") -> Swi
         Stage.CHECKING,
         stages_ms=StageTimes(checking=checking_ms(checked)),
         total_ms=checking_ms(checked),
-        via_reason=why_not_beside,
+        via_reason=why_not_beside or checked.via_reason,
     )
 
 
@@ -125,8 +137,8 @@ def judgement(session: Session, number: int, checked: Checked, why_not_beside: s
         reasons = (_not_beside(session, why_not_beside),)
     via = None
     if not reasons and now.differs(target):
-        via = Route.BESIDE if why_not_beside == "" else Route.IN_PLACE
-    is_in_place = via is Route.IN_PLACE
+        via = Via.BESIDE if why_not_beside == "" else checked.via
+    is_in_place = via not in {None, Via.BESIDE}
     return orders.Checked(
         number,
         target,
@@ -137,7 +149,7 @@ def judgement(session: Session, number: int, checked: Checked, why_not_beside: s
         weight_bytes=session.model.size_bytes,
         mem_available=host_memory().available,
         via=via,
-        via_reason=why_not_beside or "" if is_in_place else "",
+        via_reason=checked.via_reason if is_in_place else "",
         weights=checked.weights.tier if is_in_place else None,
         weights_reason=checked.weights.reason if is_in_place else "",
     )

@@ -13,7 +13,11 @@ from llama_native import Device, DeviceKind, Library, discover
 from llama_native.capabilities import CAPABILITIES
 from splitctl.host_memory import host_memory
 from splitctl.ipc.jobs import DoctorRequest, JobEvent, Partial, Progress, ReserveRequest
-from splitctl.probing import can_reserve, reserve
+from splitctl.ipc.probes import verdicts_file
+from splitctl.model.facts import read_facts
+from splitctl.model.identity import model_digest
+from splitctl.probing import VerdictCache, build_id, can_reserve, reserve
+from splitctl.probing.verdicts import shape_of
 
 _ENV_PREFIXES = ("GGML_", "LLAMA_", "CUDA_", "HIP_", "ROCR_", "NCCL_", "VK_", "GPU_DEVICE_ORDINAL", "OMP_")
 
@@ -37,10 +41,12 @@ def examine(request: DoctorRequest, env: Mapping[str, str], emit: Callable[[JobE
     What is known is emitted before the library is opened, in case that ends the process.
 
     Returns:
-        Keys splitctl, python, system, candidates, environment, warnings, library, devices.
+        Keys splitctl, python, system, candidates, environment, warnings, library, devices; with a model own_call, what
+        earlier trials came to.
 
     Raises:
         NativeError: no library can be used.
+        BadModelFile: the model is no GGUF.
     """
     body: dict[str, Any] = {
         "splitctl": _version(),
@@ -69,7 +75,18 @@ def examine(request: DoctorRequest, env: Mapping[str, str], emit: Callable[[JobE
     devices = library.devices()
     body["devices"] = [device_body(one) for one in devices]
     body["warnings"] += _warnings(library, devices)
+    if request.model is not None:
+        body["own_call"] = _own_calls(library, request.model)
     return body
+
+
+def _own_calls(library: Library, model: Path) -> list[dict[str, Any]]:
+    """Say what is known of the library's own call for a model; nothing is tried."""
+    if not library.has("native-switch"):
+        return []
+    facts = read_facts(model)
+    cache = VerdictCache(verdicts_file())
+    return list(cache.own_calls(build_id(library.path), shape_of(facts), lambda: model_digest(facts.files)))
 
 
 def _version() -> str:

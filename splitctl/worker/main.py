@@ -35,7 +35,7 @@ from splitctl.ipc.jobs import (
 from splitctl.ipc.orders import EVENTS, WorkerEvent
 from splitctl.ipc.wire import MessageInvalid, from_line, to_line
 from splitctl.last_words import LOG_PREFIX
-from splitctl.probing import try_copy, try_placement
+from splitctl.probing import ProbeVerdict, try_copy, try_own_call, try_placement
 from splitctl.worker import inspection
 from splitctl.worker.failures import failure_of, logged_failure_of
 from splitctl.worker.inbox import CancelGate, Inbox
@@ -126,14 +126,7 @@ def _answer(
         _forward_log(library)
         match request:
             case ProbeRequest():
-                verdict = (try_copy if request.of_copy else try_placement)(
-                    library,
-                    str(request.model),
-                    request.placement,
-                    on_stage=lambda stage: emit(jobs.Progress(stage)),
-                    is_cancelled=cancel.is_set,
-                )
-                return Result(verdict.to_json())
+                return Result(_tried(request, library, emit, cancel.is_set).to_json())
             case VerifyRequest():
                 return Result(_verify(request, library, emit, cancel.is_set))
             case RunRequest():
@@ -153,6 +146,18 @@ def _answer(
         return logged_failure_of(error, model=model)
 
 
+def _tried(request: ProbeRequest, library: Library, emit: Emitter, is_cancelled: Callable[[], bool]) -> ProbeVerdict:
+    model, where = str(request.model), request.placement
+
+    def on_stage(name: str) -> None:
+        emit(jobs.Progress(name))
+
+    if request.moved_from is not None:
+        return try_own_call(library, model, request.moved_from, where, on_stage=on_stage, is_cancelled=is_cancelled)
+    tried = try_copy if request.of_copy else try_placement
+    return tried(library, model, where, on_stage=on_stage, is_cancelled=is_cancelled)
+
+
 def _verify(
     request: VerifyRequest, library: Library, emit: Emitter, is_cancelled: Callable[[], bool]
 ) -> dict[str, object]:
@@ -165,7 +170,15 @@ def _verify(
         library,
         str(request.model),
         request.placement,
-        Task(request.text, request.n_tokens, request.n_generate, request.reference, request.twin, request.keep),
+        Task(
+            request.text,
+            request.n_tokens,
+            request.n_generate,
+            request.reference,
+            request.twin,
+            request.keep,
+            request.control,
+        ),
         on_stage=lambda stage, done: emit(jobs.Progress(stage, done)),
         on_found=lambda found: emit(jobs.Partial(found)),
         is_cancelled=is_cancelled,

@@ -251,6 +251,7 @@ class _Checks:
                 found = self._session.check(order.target, order.options)
                 if not isinstance(order, orders.Switch) or order.may_be_beside:
                     why_not_beside = hosted.why_not_beside(self._session, found)
+                found = hosted.in_place(self._session, found, why_not_beside)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is this order's answer
                 found = error
             else:
@@ -399,7 +400,7 @@ class _Server:
             return orders.FitsBeside(order.order, checked.target, hosted.checking_ms(checked))
         if done.why_not_beside is not None and order.options.via is Route.BESIDE:
             return orders.Switched(order.order, hosted.refused(self._session, checked, done.why_not_beside).to_json())
-        return self._switch(order, checked, done.why_not_beside or "")
+        return self._switch(order, checked)
 
     def _target_beside(self, number: int) -> Checked:
         done = self._beside
@@ -465,7 +466,7 @@ class _Server:
             self._report(orders.FirstStep(self._taken[0]))
             self._taken = None
 
-    def _switch(self, order: orders.Switch, checked: Checked, why_not_beside: str) -> Report:
+    def _switch(self, order: orders.Switch, checked: Checked) -> Report:
         share = Steps(lambda stage, done: self._report(orders.StageReached(order.order, stage, done)))
         outcome = self._session.switch(
             checked.target,
@@ -473,7 +474,7 @@ class _Server:
             progress=lambda stage, done: None if stage in _REPORTED_BEFORE else share(stage.value, done),
             checked=checked,
         )
-        outcome = dataclasses.replace(outcome, via_reason=why_not_beside)
+        outcome = dataclasses.replace(outcome, via_reason=checked.via_reason)
         if self._session.stage is not Stage.TRIAL:
             self._on_trial = None
         elif outcome.status is SwitchStatus.SWITCHED:

@@ -29,7 +29,10 @@ class Build:
         n_servers: RPC servers that give it its devices; 0: one processor, named twice.
         has_tensor_mode: whether its tensor mode works on these devices, so that no test of it may skip.
         marks: which tests are run, as pytest's `-m` takes it; "": all of them.
+        files: the files of tests/real that are run; (): all of them.
         n_least: fewer tests that pass are a collection that went wrong.
+        via: who does the work of switches that name no route; "": what the session takes.
+        how: the program that makes the build.
     """
 
     folder: str
@@ -37,7 +40,10 @@ class Build:
     n_servers: int = 0
     has_tensor_mode: bool = True
     marks: str = ""
+    files: tuple[str, ...] = ()
     n_least: int = 100
+    via: str = ""
+    how: str = "ci/builds"
 
 
 _NEEDS_TENSOR = "tensor mode does not work"
@@ -59,14 +65,14 @@ def check_build(build: Build, cache_dir: Path, tmp_path: Path) -> None:
     """Hold a build to the tests: each passes, or skips for a reason that fits the build."""
     library = cache_dir / "builds" / build.folder / build.library
     if not library.is_file():
-        how = "ci/builds --llama-cpp-python" if build.n_servers else "ci/builds"
-        pytest.skip(f"{build.folder} is not there: run {how}")
+        pytest.skip(f"{build.folder} is not there: run {build.how}")
     report = tmp_path / "report.xml"
     with ExitStack() as stack:
         servers = [stack.enter_context(served(library))[0] for _ in range(build.n_servers)]
         done = subprocess.run(
             [
-                *(sys.executable, "-m", "pytest", "tests/real", "-q", "--durations=10", f"--junitxml={report}"),
+                *(sys.executable, "-m", "pytest", *(f"tests/real/{name}" for name in build.files or ("",))),
+                *("-q", "--durations=10", f"--junitxml={report}"),
                 *("-m", build.marks),
                 *("-p", "no:cacheprovider", f"--basetemp={tmp_path / 'child'}"),
             ],
@@ -76,6 +82,7 @@ def check_build(build: Build, cache_dir: Path, tmp_path: Path) -> None:
                 **{name: value for name, value in os.environ.items() if name != "CI"},
                 "SPLITCTL_TEST_LIBRARY": str(library),
                 "SPLITCTL_TEST_RPC": ",".join(servers),
+                **({"SPLITCTL_TEST_VIA": build.via} if build.via else {}),
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

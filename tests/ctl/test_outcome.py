@@ -41,7 +41,7 @@ CONTRACT = (
     "peak_device_bytes pause_ms weights weights_reason carry_pinned carry_pinned_reason ahead_bytes ahead_reason "
     "stages_gb_s"
 )
-STAGES = "quiescing checking saving sealing freeing placing building restoring proving"
+STAGES = "quiescing checking saving sealing freeing placing building restoring switching_natively proving"
 
 
 def test_the_object_is_the_contract() -> None:

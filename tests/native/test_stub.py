@@ -461,7 +461,7 @@ def child_native(path: str, model_path: str) -> dict[str, Any]:
 
 
 def test_native_switch_and_mistakes(model: Path) -> None:
-    """The four functions keep context, state and logits; stale handles, wrong order and double frees are noted."""
+    """The library's own call keeps context, state and logits; stale handles, wrong order and double frees are noted."""
     seen = run_child(child_native, build(Variant.NATIVE_SPLIT), model).value()
     assert seen.pop("mistakes") == [
         "pos_max on a stale memory handle",

@@ -2,7 +2,8 @@
 
 By hand: SPLITCTL_TEST_LIBRARY=/path/to/libllama.so python -m pytest tests/real
 With SPLITCTL_TEST_RPC=HOST:PORT,HOST:PORT (tools.rpc_server) the devices are those of the servers; else one
-processor, named twice.
+processor, named twice. SPLITCTL_TEST_VIA says who does the work of the switches that name no route: composed, or native
+wherever the library's own call can do it; without it, what the session takes.
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ from typing import Any
 import pytest
 
 from llama_native import Library
-from splitctl import FlashAttn, Placement, SamplerSpec, Session, SplitMode
+from splitctl import FlashAttn, Placement, SamplerSpec, Session, SplitMode, SwitchOutcome
 from splitctl.ipc.probes import Prober
 from splitctl.model.facts import read_facts
+from splitctl.outcome import Route, WeightsTier
 from splitctl.probing import VerdictCache
+from splitctl.switching.own_call import BY_THE_CALL
+from splitctl.switching.switcher import complete
 from tests.ctl import one_kv_head
 from tools.make_dummies import make_many
 from tools.places import default_folder
 
 RPC = tuple(filter(None, os.environ.get("SPLITCTL_TEST_RPC", "").split(",")))
+VIA = Route(os.environ.get("SPLITCTL_TEST_VIA", Route.AUTO.value))
 DEVICES = tuple(f"RPC{index}" for index in range(len(RPC))) or ("CPU", "CPU")
 PROMPT = "Once upon a time there was a little girl who lived near the sea. Every morning she"
 SEEDED = SamplerSpec(temp=0.9, top_k=40, top_p=0.95, min_p=0.02, repeat_penalty=1.1, seed=7)
@@ -36,6 +41,36 @@ def library() -> Library:
     library = Library.open(os.environ["SPLITCTL_TEST_LIBRARY"])
     assert len(library.add_rpc_servers(RPC)) == len(RPC)
     return library
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _by_the_route_under_test(library: Library) -> Iterator[None]:
+    """Let switches that name no route go by the one under test; native is an error where it cannot be, but should."""
+    assert VIA is not Route.NATIVE or library.has("native-switch")
+    switch = Session.switch
+
+    def routed(session: Session, target: Placement, **named: Any) -> SwitchOutcome:
+        return switch(session, target, **{"via": _route_of(session, target), **named})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "switch", routed)
+        yield
+
+
+def _route_of(session: Session, target: Placement) -> Route:
+    engine = session._live.engine
+    if VIA is not Route.NATIVE:
+        return VIA
+    changed = set(session.placement.differs(complete(target, session.placement)))
+    is_for_it = engine.weights is WeightsTier.FILE and not engine.adapters and changed <= BY_THE_CALL
+    return Route.NATIVE if is_for_it else Route.AUTO
+
+
+@pytest.fixture(scope="session")
+def own_call(library: Library) -> None:
+    """Skips what needs a build that switches by itself."""
+    if not library.has("native-switch"):
+        pytest.skip(f"{library.path} has no call of its own for a switch (ci/builds --native makes one that has)")
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from llama_native import Library
 from splitctl import FlashAttn, Placement, Proof, Refused, SamplerSpec, Session, SplitMode, SwitchStatus
 from splitctl.carry.arena import Arena, Arenas
 from splitctl.carry.seal import Seal
-from splitctl.errors import CarryDamaged, StateUnsound
+from splitctl.errors import CannotConvert, CarryDamaged, StateUnsound
 from splitctl.ipc.probes import Prober
 from splitctl.outcome import Route, SwitchOptions
 from tests.real.conftest import RPC, SEEDED, SMALL_PROMPT, base
@@ -153,7 +153,12 @@ def test_another_layout_is_converted_as_in_place(
     for seq_id in range(first.placement.n_seq_max):
         first.prefill(SMALL_PROMPT[seq_id:], seq_id)
         _ids(first, 2, seq_id, GREEDY)
-    second, conversions = pair.hand(first, small_model, change)
+    try:
+        second, conversions = pair.hand(first, small_model, change)
+    except CannotConvert as error:
+        if "no stated rotation" not in str(error):
+            raise
+        pytest.skip("this build's states do not say how quantized rows are rotated, and the first one serves on")
     assert bool(conversions) is (set(change) != {"n_ctx"})
     _is_what_a_switch_in_place_gives(first, second, change)
 

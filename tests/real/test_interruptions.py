@@ -10,6 +10,7 @@ import pytest
 
 from llama_native import CallFailed
 from splitctl import ConfigInvalid, FlashAttn, Placement, SamplerSpec, Session, Stage, SwitchStatus
+from splitctl.outcome import Route
 from tests.real.conftest import SMALL_PROMPT, Opener, base
 
 SEEDED = SamplerSpec(temp=0.9, repeat_penalty=1.1, seed=7)
@@ -51,7 +52,7 @@ def test_what_a_progress_callback_raises_comes_out_after_the_session_serves_agai
             raise error
 
     with pytest.raises(type(error)):
-        session.switch(_other(session), progress=raising)
+        session.switch(_other(session), via=Route.COMPOSED, progress=raising)
     assert session.stage is Stage.SERVING
     assert not session.placement.differs(before)
     assert first + _ids(session, 4) == straight
@@ -86,7 +87,7 @@ def test_a_switch_that_comes_during_the_trial_of_another_waits_for_it(
     generates.join(60)
     switches.join(60)
     assert outcomes[0].status is SwitchStatus.SWITCHED
-    assert outcomes[0].stages_ms.freeing is not None
+    assert outcomes[0].stages_ms.saving is not None
     assert not session.placement.differs(home)
     assert first + rest == straight
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from splitctl import SamplerSpec, Session, SplitMode
 from splitctl.errors import WorkerLost
 from splitctl.host.ledger import Ledger, StreamJob
 from splitctl.ipc import orders
-from splitctl.ipc.orders import Ended, Open, Reading, Sealed, Start, Switch, Tokenize
+from splitctl.ipc.orders import Ended, Halt, Open, Reading, Sealed, Start, Switch, Tokenize
 from splitctl.placement import Placement
 from tests.ctl.serving import Arenas, DrivenWorker, onward, placement, serving, snapshot
 from tests.real.conftest import DEVICES, PROMPT, RPC, SEEDED
@@ -101,24 +102,28 @@ def test_a_chat_goes_through_the_models_template(serve: Opener, library: Library
 
 @pytest.mark.every_build
 def test_streams_go_on_through_a_switch(serve: Opener, other_mode: SplitMode) -> None:
-    """Two streams pause at a token, move to another mode, and go on to their ends; the trial confirms it."""
-    straight = serve()
-    wanted = _run(straight, _starts(straight))
+    """Two streams pause at a token, move to another mode, and go on until they are halted; the trial confirms it."""
     worker = serve()
-    starts = _starts(worker)
+    # They last longer than a slow machine takes to check the mode, which is done while they go on.
+    samplers = (GREEDY, replace(SEEDED, repeat_penalty=1.0))
+    starts = [
+        replace(_starts(worker)[0], stream=number, seq_id=number, sampler=sampler, n_predict=900)
+        for number, sampler in enumerate(samplers)
+    ]
     worker.send(*starts)
     worker.until_drawn(1, 4)
     worker.send(Switch(1, PLACE.changed(mode=other_mode)))
     switched = worker.until(orders.Switched)
-    n_before = [len(worker.drawn(one.stream)) for one in starts]
     assert switched.outcome["status"] == "switched", switched.outcome["reason"]
-    for _ in starts:
+    n_before = [len(worker.drawn(one.stream)) for one in starts]
+    for one, n in zip(starts, n_before, strict=True):
+        worker.until_drawn(one.stream, n + N)
+        worker.send(Halt(one.stream))
         worker.until(Ended)
-    told = [worker.drawn(one.stream) for one in starts]
-    assert [len(one) for one in told] == [N, N]
-    assert [one[:n] for one, n in zip(told, n_before, strict=True)] == [
-        one[:n] for one, n in zip(wanted, n_before, strict=True)
-    ]
+    assert {end.why for end in worker.of(Ended)} == {"halted"}
+    straight = serve()
+    wanted = _run(straight, [replace(one, n_predict=n) for one, n in zip(starts, n_before, strict=True)])
+    assert [worker.drawn(one.stream)[:n] for one, n in zip(starts, n_before, strict=True)] == wanted
     (trial,) = worker.of(orders.Trial)
     assert (trial.outcome["confirmed"], trial.outcome["effective"]) == (True, other_mode.value)
 

@@ -24,6 +24,7 @@ from splitctl import (
 )
 from splitctl.carry import file as carries
 from splitctl.ipc.probes import Prober
+from splitctl.outcome import Route
 from tests.real.conftest import PROMPT, SEEDED, SMALL_PROMPT, Opener, base
 
 GREEDY = SamplerSpec(temp=0.0)
@@ -193,7 +194,8 @@ def test_a_cancel_while_placing_ends_in_the_old_placement(
         if stage is Stage.PLACING:
             flag.set()
 
-    outcome = session.switch(session.placement.changed(mode=other_mode), progress=cancel_while_placing)
+    target = session.placement.changed(mode=other_mode)
+    outcome = session.switch(target, via=Route.COMPOSED, progress=cancel_while_placing)
     assert outcome.status is SwitchStatus.CANCELLED
     assert outcome.effective is SplitMode.LAYER
     flag.clear()
@@ -248,7 +250,8 @@ def test_a_second_switch_and_a_call_from_a_callback_get_busy(open_small: Opener)
         thread.join(60)
         seen.append(str(other[0]))
 
-    outcome = session.switch(session.placement.changed(tensor_split=(1.0, 3.0)), progress=call_back)
+    target = session.placement.changed(tensor_split=(1.0, 3.0))
+    outcome = session.switch(target, via=Route.COMPOSED, progress=call_back)
     assert outcome.status is SwitchStatus.SWITCHED
     assert "switch" in seen[0]
 

@@ -12,6 +12,8 @@ import pytest
 
 from llama_native import (
     CallFailed,
+    Context,
+    ContextParams,
     Library,
     LoadCancelled,
     ModelParams,
@@ -122,7 +124,7 @@ def weights(library: Library, small_model: Path) -> Iterator[Weights]:
     if not library.has("model-from-memory"):
         pytest.skip(f"{library.path} cannot make models from metadata (llama-cpp-python-0.3.36 can)")
     copy = HostCopy.of_file(small_model)
-    yield Weights(copy.metadata_path, copy.data, copy.places)
+    yield copy.weights
     copy.close()
 
 
@@ -161,8 +163,10 @@ def test_what_progress_raises_comes_out_when_the_model_is_freed(library: Library
     load_user_model(library, weights, PARAMS).close()
 
 
-def test_one_thread_uploads_in_tensor_mode(library: Library, weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every first write to a tensor of several devices adds to a map that the library does not lock."""
+def test_one_thread_uploads_in_tensor_mode_without_a_lock(
+    library: Library, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every first write to a tensor of several devices adds to a map, which builds with the newer call alone lock."""
     asked = []
     upload = native._upload
 
@@ -173,13 +177,13 @@ def test_one_thread_uploads_in_tensor_mode(library: Library, weights: Weights, m
     monkeypatch.setattr(native, "_upload", seen)
     for mode in (SplitMode.LAYER, SplitMode.TENSOR):
         load_user_model(library, weights, dataclasses.replace(PARAMS, split_mode=mode), n_threads=3).close()
-    assert asked == [3, 1]
+    assert asked == [3, 3 if library.has("model-from-file-with") else 1]
 
 
 def test_what_a_thread_raises_comes_out(library: Library, weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
     """An upload that fails is the load's failure, whichever thread it is in."""
     with monkeypatch.context() as patched:
-        patched.setattr(native, "_uploads", lambda *_: [native._Upload("no tensor", 4, b"")])
+        patched.setattr(native._Made, "_uploads", lambda *_: [native._Upload("no tensor", 4, b"")])
         with pytest.raises(TypeError):
             load_user_model(library, weights, PARAMS)
     load_user_model(library, weights, PARAMS).close()
@@ -200,6 +204,48 @@ def test_a_tensor_without_its_data_is_refused_by_name(
     places = {name: place for name, place in {**weights.places, **changed}.items() if place is not None}
     with pytest.raises(TensorUnknown, match=words):
         load_user_model(library, dataclasses.replace(weights, places=places), PARAMS)
+
+
+def _row(context: Context) -> bytes:
+    """The logits of the same tokens in an empty context."""
+    context.clear()
+    context.decode([3, 5, 7], range(3), [0] * 3, [False, False, True])
+    return context.logits(2)
+
+
+@pytest.fixture
+def moved(library: Library, weights: Weights) -> Iterator[tuple[Context, bytes]]:
+    """A context of weights in memory that the library can move by its own call, and a row of it."""
+    if not (library.has("native-switch") and library.has("model-from-file-with")):
+        pytest.skip(f"{library.path} has no call of its own for a switch")
+    with (
+        load_user_model(library, weights, PARAMS) as model,
+        Context(model, ContextParams(n_ctx=64, n_threads=1)) as context,
+    ):
+        yield context, _row(context)
+
+
+def test_bytes_are_given_again_to_each_placement(moved: tuple[Context, bytes]) -> None:
+    """There and back; a call for the mode that is there asks for none."""
+    context, wanted = moved
+    for mode in (SplitMode.NONE, SplitMode.LAYER, SplitMode.LAYER):
+        assert context.native_switch(mode.value, None)
+        assert _row(context) == wanted
+
+
+def test_a_call_that_asks_for_too_little_is_not_trusted(moved: tuple[Context, bytes]) -> None:
+    """A model with tensors that hold anything is an error and not an answer."""
+    context, _ = moved
+    refill = context.model.refill
+
+    def with_less() -> None:
+        del made.tensors[0]
+        made.fill_again()
+
+    made = refill.__self__  # type: ignore[union-attr]
+    context.model.refill = with_less
+    with pytest.raises(CallFailed, match=r"asked for the bytes of \d+ tensors, and before for those of \d+"):
+        context.native_switch(SplitMode.NONE.value, None)
 
 
 @pytest.mark.parametrize(

@@ -14,19 +14,20 @@ import pytest
 
 from llama_native import Library
 from llama_native.user_model import TensorSlot
-from splitctl import FileChanged, Placement, SamplerSpec, Session, SplitMode, Stage, SwitchStatus
+from splitctl import FileChanged, Placement, SamplerSpec, Session, SplitMode, Stage, SwitchStatus, Via
 from splitctl.carry import file as carries
 from splitctl.engine.host_copy import HostCopy
 from splitctl.ipc.probes import Prober
 from splitctl.model.facts import read_facts
 from splitctl.model.header import read_header
-from splitctl.outcome import WeightsTier
+from splitctl.outcome import Route, WeightsTier
 from tests.real.conftest import PROMPT, RPC, SEEDED, SMALL_PROMPT, Opener, base
 from tools.gguf_out import write_gguf
 from tools.make_dummies import make_many, recipes, to_metadata
 from tools.places import default_folder
 
 GREEDY = SamplerSpec(temp=0.0)
+NEWER = "model-from-file-with"
 OTHER_SHARES = {"tensor_split": (0.2, 0.8)}
 
 
@@ -41,8 +42,8 @@ def _state(session: Session, path: Path) -> tuple[bytes, bytes]:
     return bytes(carry.state), carry.sequences[0].logits.tobytes()
 
 
-def _switched(session: Session, target: Placement) -> WeightsTier | None:
-    outcome = session.switch(target)
+def _switched(session: Session, target: Placement, **named: Any) -> WeightsTier | None:
+    outcome = session.switch(target, **named)
     assert outcome.status is SwitchStatus.SWITCHED, outcome.reason
     return outcome.weights
 
@@ -183,9 +184,20 @@ def pinned(library: Library, open_session: Opener) -> Opener:
     return lambda *placement, **named: _filled(open_session(*placement, weights=WeightsTier.PINNED, **named))
 
 
+@pytest.fixture(params=["from the file's tensors", "from metadata"])
+def made(request: pytest.FixtureRequest, library: Library, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Lets models be made from the copy by one of two calls; tells whether by the one that knows the file's tensors."""
+    is_newer = request.param == "from the file's tensors"
+    if is_newer and not library.has(NEWER):
+        pytest.skip(f"{library.path} cannot take a file's tensors and the bytes from elsewhere")
+    left = {name: symbols for name, symbols in library.capabilities.items() if is_newer or name != NEWER}
+    monkeypatch.setattr(library, "capabilities", left)
+    return is_newer
+
+
 @pytest.mark.every_build
 def test_a_model_made_from_the_copy_goes_on_like_one_of_the_file(
-    pinned: Opener, open_session: Opener, other_mode: SplitMode, tmp_path: Path
+    pinned: Opener, made: bool, open_session: Opener, other_mode: SplitMode, tmp_path: Path
 ) -> None:
     """There and back: SmolLM2's output is tied to its embedding, and its file has no biases; all bytes are equal."""
     copied, loaded = pinned(), open_session()
@@ -194,6 +206,7 @@ def test_a_model_made_from_the_copy_goes_on_like_one_of_the_file(
     for mode in (other_mode, SplitMode.LAYER):
         assert _switched(copied, copied.placement.changed(mode=mode)) is WeightsTier.PINNED
         assert _switched(loaded, loaded.placement.changed(mode=mode)) is WeightsTier.FILE
+        assert (copied.model.refill is not None) is made
         assert _ids(copied, 4, SEEDED) == _ids(loaded, 4, SEEDED)
         assert np.array_equal(copied.logits(), loaded.logits())
         assert copied.model.size_bytes == loaded.model.size_bytes
@@ -289,7 +302,8 @@ def test_the_copy_serves_when_the_file_does_not(
         assert (outcome.status, outcome.weights) == (SwitchStatus.SWITCHED, WeightsTier.PINNED)
         assert "the copy of the weights in host memory stands in" in outcome.weights_reason
         session._live.engine.weights = WeightsTier.FILE
-        assert _switched(session, session.placement.changed(mode=SplitMode.NONE)) is WeightsTier.FILE
+        none = session.placement.changed(mode=SplitMode.NONE)
+        assert _switched(session, none, via=Route.AUTO) is WeightsTier.FILE
         session.save(tmp_path / "carry")
         ids = _ids(session, 5, GREEDY)
         files = session.files
@@ -361,8 +375,8 @@ def test_a_model_that_cannot_be_made_from_the_copy_is_refused_by_name(
     library: Library, prober: Prober, tmp_path: Path
 ) -> None:
     """The child says which tensor is wanted; the switch uses the file, says so, and goes on as without a copy."""
-    if not library.has("model-from-memory") or RPC:
-        pytest.skip("this build makes no models from metadata, or its servers answer no child")
+    if not library.has("model-from-memory") or library.has(NEWER) or RPC:
+        pytest.skip("this build makes no models from metadata, or needs none, or its servers answer no child")
     path = _with_fused_projections(tmp_path / "phi3.gguf")
     with Session.open(path, base(), library=library, prober=prober, weights=WeightsTier.PINNED) as session:
         _filled(session).prefill(SMALL_PROMPT)
@@ -372,3 +386,107 @@ def test_a_model_that_cannot_be_made_from_the_copy_is_refused_by_name(
             "phi3 in layer mode from the copy of the weights is refused with this build: this build wants blk.0.attn_q."
         )
         assert len(_ids(session, 3, GREEDY)) == 3
+
+
+def test_a_model_made_from_the_copy_has_the_file_s_tensors(library: Library, prober: Prober, tmp_path: Path) -> None:
+    """Where the build can: a Phi-3 with fused projections, which metadata do not tell of, goes on as from the file."""
+    if not library.has(NEWER) or RPC:
+        pytest.skip("this build makes models from metadata alone, or its servers answer no child")
+    path = _with_fused_projections(tmp_path / "phi3.gguf")
+    went = []
+    for tier in (WeightsTier.PINNED, WeightsTier.FILE):
+        with Session.open(path, base(), library=library, prober=prober, weights=tier) as session:
+            if tier is WeightsTier.PINNED:
+                _filled(session)
+            session.prefill(SMALL_PROMPT)
+            for target in (session.placement.changed(**OTHER_SHARES), session.placement):
+                outcome = session.switch(target)
+                assert (outcome.status, outcome.weights, outcome.weights_reason) == (SwitchStatus.SWITCHED, tier, "")
+            went.append((_ids(session, 5, SEEDED), session.logits().tobytes(), session.model.size_bytes))
+    assert went[0] == went[1]
+
+
+# ---- the library's own call, for a model that was made from the copy ----
+
+
+@pytest.fixture
+def own(library: Library, pinned: Opener) -> Opener:
+    """Opens sessions whose next switch the library can do itself, with the bytes of the copy."""
+    if not (library.has("native-switch") and library.has(NEWER)):
+        pytest.skip(f"{library.path} has no call of its own for a switch")
+    return pinned
+
+
+def _own(session: Session, target: Placement) -> Any:
+    outcome = session.switch(target, via=Route.NATIVE)
+    assert (outcome.status, outcome.via) == (SwitchStatus.SWITCHED, Via.NATIVE), outcome.reason
+    return outcome
+
+
+def test_the_library_s_own_call_takes_the_bytes_of_the_copy(
+    library: Library, smollm2: Path, own: Opener, straight: tuple[int, ...], tmp_path: Path
+) -> None:
+    """The file is cut short behind a session that was made from the copy, which goes on as one that never switched."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(smollm2.read_bytes())
+    opened = {"library": library, "prober": None, "weights": WeightsTier.PINNED}
+    with Session.open(path, base(), **opened) as session:  # type: ignore[arg-type]
+        _filled(session).prefill(session.tokenize(PROMPT))
+        first = session.placement
+        assert session.switch(first.changed(**OTHER_SHARES), via=Route.NATIVE).status is SwitchStatus.REFUSED
+        assert _switched(session, first.changed(**OTHER_SHARES)) is WeightsTier.PINNED
+        with path.open("r+b") as file:
+            file.truncate(1000)
+        for target in (first.changed(mode=SplitMode.NONE), first):
+            outcome = _own(session, target)
+            assert outcome.weights is WeightsTier.PINNED
+            assert "the copy of the weights in host memory stands in" in outcome.weights_reason
+        assert tuple(_ids(session, 12, SEEDED)) == straight[:12]
+
+
+def test_bytes_that_cannot_be_given_again_end_in_the_old_placement(own: Opener, straight: tuple[int, ...]) -> None:
+    """What the library has placed is freed, the file serves, and no token is lost."""
+    session = own()
+    session.prefill(session.tokenize(PROMPT))
+    first = session.placement
+    _switched(session, first.changed(**OTHER_SHARES))
+    tokens = _ids(session, 6, SEEDED)
+    copy = session._live.engine.copy
+    assert copy is not None
+    del copy.places["output_norm.weight"]
+    outcome = session.switch(first, via=Route.NATIVE)
+    assert (outcome.status, outcome.stage) == (SwitchStatus.FELL_BACK, Stage.SWITCHING_NATIVELY)
+    assert "output_norm.weight, which the file has not" in outcome.reason
+    assert session.placement == first.changed(**OTHER_SHARES)
+    assert (*tokens, *_ids(session, 6)) == straight[:12]
+
+
+def test_auto_leaves_a_model_of_the_copy_to_the_library_s_own_call(own: Opener, open_session: Opener) -> None:
+    """From the second switch on, with the tokens and the logits of a session on the file, in tensor mode too."""
+    copied, loaded = own(), open_session()
+    for session in (copied, loaded):
+        session.prefill(session.tokenize(PROMPT))
+    vias = []
+    for mode in (SplitMode.NONE, SplitMode.TENSOR, SplitMode.LAYER):
+        outcome = copied.switch(copied.placement.changed(mode=mode), via=Route.AUTO)
+        assert (outcome.status, outcome.weights) == (SwitchStatus.SWITCHED, WeightsTier.PINNED), outcome.weights_reason
+        vias.append(outcome.via)
+        loaded.switch(loaded.placement.changed(mode=mode), via=Route.COMPOSED)
+        assert _ids(copied, 3, SEEDED) == _ids(loaded, 3, SEEDED)
+        assert np.array_equal(copied.logits(), loaded.logits())
+    assert vias == [Via.COMPOSED, Via.NATIVE, Via.NATIVE]
+
+
+def test_a_model_made_from_metadata_is_not_left_to_the_library_s_own_call(
+    library: Library, own: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library could not make it again; the outcome says so, and the copy serves as ever."""
+    session = own()
+    session.prefill(session.tokenize(PROMPT))
+    capabilities = {name: symbols for name, symbols in library.capabilities.items() if name != NEWER}
+    monkeypatch.setattr(library, "capabilities", capabilities)
+    first = session.placement
+    _switched(session, first.changed(**OTHER_SHARES))
+    outcome = session.switch(first, via=Route.AUTO)
+    assert (outcome.status, outcome.via, outcome.weights) == (SwitchStatus.SWITCHED, Via.COMPOSED, WeightsTier.PINNED)
+    assert outcome.via_reason == "the library's own call moves no model that was made from metadata"

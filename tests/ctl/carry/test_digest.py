@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import xxhash
 
@@ -50,3 +52,22 @@ def test_what_a_thread_could_not_take_is_taken_by_the_caller(monkeypatch: pytest
     wanted = digest(view)
     monkeypatch.setattr(Digest, "_take", lambda _self: None)
     assert Digest(view).result() == wanted
+
+
+@pytest.mark.parametrize("n_there", [0, 1])
+def test_where_the_system_gives_no_thread_the_caller_does_the_work(
+    monkeypatch: pytest.MonkeyPatch, n_there: int
+) -> None:
+    """A switch that seals under a limit on threads or on memory goes on, with the threads that there are."""
+    view, start, started = _bytes(3000), threading.Thread.start, list[threading.Thread]()
+    wanted = digest(view)
+
+    def begin(thread: threading.Thread) -> None:
+        if len(started) == n_there:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", begin)
+    assert Digest(view, n_threads=3).result() == wanted
+    assert len(started) == n_there

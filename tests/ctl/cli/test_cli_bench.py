@@ -228,7 +228,7 @@ def test_a_picture_without_matplotlib_names_the_extra(
     assert main(["bench", "-m", "x"]) == ExitCode.FAILED
 
 
-def test_a_narrow_terminal_gets_the_first_columns(
+def test_a_narrow_terminal_gets_fewer_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A terminal of 80 columns shows every line whole, without the stages; a file has them all."""
@@ -303,6 +303,32 @@ def test_a_profile_that_cannot_be_kept_is_told(
     out, err = capsys.readouterr()
     assert "the profile was not kept: No space left on device (/x)" in err
     assert "prompts" in out
+
+
+def test_less_does_not_replace_a_fuller_profile_and_the_same_does(
+    place: _Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bench that lost a mode leaves the earlier profile, and says so; one as full, or of another driver, does not."""
+    place.bench()
+    (path,) = place.kept
+    before = path.read_bytes()
+    place.report = BenchReport(Profile(MEASURED.modes[:1], MEASURED.switches[:1]), FlashAttn.ON)
+    capsys.readouterr()
+    assert place.bench("--json") == ExitCode.DONE
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert (told["kept"], len(told["profile"]["modes"])) == (None, 1)
+    assert "which also has tensor mode, layer -> tensor pinned, tensor -> layer file; raise" in told["why_not_kept"]
+    assert f"or remove {path}" in err
+    assert path.read_bytes() == before
+    place.report = BenchReport(MEASURED, FlashAttn.ON)
+    place.bench()
+    as_full = path.read_bytes()
+    assert as_full != before
+    monkeypatch.setattr(bench, "driver_text", lambda: "another driver")
+    place.report = BenchReport(Profile(MEASURED.modes[:1]), FlashAttn.ON)
+    place.bench()
+    assert path.read_bytes() != as_full
 
 
 def test_show_prints_what_is_kept(place: _Place, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,6 +80,32 @@ def test_the_kept_profile_answers(place: _Place, capfd: pytest.CaptureFixture[st
     assert four["seconds"]["layer"] > 4 * 58300 / 800
 
 
+def test_the_flags_of_other_commands_are_taken(place: _Place, capfd: pytest.CaptureFixture[str]) -> None:
+    """`-ub` picks what was measured with it, `-c` bounds prompt and answer, and `-b` is taken as it is elsewhere."""
+    layer, tensor = MEASURED.modes
+    slow = dataclasses.replace(constant(layer.mode, 400.0, 15.0), n_ubatch=256)
+    place.keep(dataclasses.replace(MEASURED, modes=(layer, slow, tensor)))
+    body, _ = _explain(place, capfd, "-c", "59392", "-b", "1024")
+    assert body["seconds"]["layer"] == pytest.approx(58300 / 800 + 1000 / 15)
+    lacking, _ = _explain(place, capfd, "-ub", "256")
+    assert (lacking["best"], lacking["seconds"]["tensor"]) == ("layer", None)
+    place.keep(dataclasses.replace(MEASURED, modes=(layer, slow, tensor, dataclasses.replace(tensor, n_ubatch=256))))
+    for flags in (("-ub", "256"), ("-ub", "512", "-b", "256")):
+        body, _ = _explain(place, capfd, *flags)
+        assert body["seconds"]["layer"] == pytest.approx(58300 / 400 + 1000 / 15)
+    other, _ = _explain(place, capfd, "-ub", "1024", code=ExitCode.USAGE)
+    assert "1024 was not measured; wanted: 256 or 512, or measure it" in other["error"]["message"]
+    full, _ = _explain(place, capfd, "-c", "59000", code=ExitCode.REFUSED)
+    assert full["error"]["kind"] == "ContextFull"
+    assert full["error"]["message"].startswith(
+        "59,300 tokens of prompt and answer, and the context holds 59,000; raise"
+    )
+    together, _ = _explain(place, capfd, "-c", "60000", "-np", "2", "-kvu", code=ExitCode.REFUSED)
+    assert together["error"]["message"].endswith(
+        "118,600 tokens of prompt and answer, and the context holds 60,000; raise -c to 118600"
+    )
+
+
 def test_every_way_that_a_table_shows_can_be_judged(place: _Place, capfd: pytest.CaptureFixture[str]) -> None:
     """A switch beside is asked for by the name that its row has."""
     beside = tuple(dataclasses.replace(one, way="beside") for one in MEASURED.switches[:1])

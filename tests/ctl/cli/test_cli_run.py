@@ -706,6 +706,7 @@ def test_doctor_says_which_library_and_why() -> None:
     assert any("GGML_CUDA_DEVICES" in one["text"] for one in body["warnings"])
     plain = _splitctl("doctor")
     assert body["library"]["path"] in plain.stdout.decode()
+    assert ("own call for a switch: none" in plain.stdout.decode()) == ("native-switch" in body["library"]["missing"])
 
 
 def test_doctor_without_a_usable_library_still_says_what_it_saw() -> None:

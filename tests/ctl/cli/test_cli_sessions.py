@@ -152,7 +152,7 @@ def test_a_dry_run_says_what_would_happen(home: House, host: Host) -> None:
     assert told["state_bytes"] > 0
     assert (told["via"], told["weights"]) == ("beside", None)
     in_place = home.json("switch", "--to", "tensor", "--dry-run", "--via", "in-place")
-    assert (in_place["via"], in_place["via_reason"], in_place["weights"]) == ("in-place", "", "file")
+    assert (in_place["via"], in_place["via_reason"], in_place["weights"]) == ("composed", "", "file")
     lines = home.run("switch", "-sm", "layer", "-ctk", "f32", "--dry-run").stdout.decode()
     assert "conversion" in lines
     assert "not known: no such switch yet" in lines

@@ -387,6 +387,7 @@ def test_the_line_of_a_switch_names_what_is_unusual() -> None:
     )
     plain = {**_BESIDE, "weights": "file", "via": "composed"}
     assert outcome_line(plain) == "switched to tensor in 700 ms; 3 tokens of 1 sequence carried; confirmed"
+    assert "in 700 ms; by the library's own call; 3 tokens" in outcome_line(plain | {"via": "native"})
 
 
 def test_a_status_names_the_tier_of_its_weights() -> None:
@@ -431,7 +432,9 @@ def test_the_tier_of_the_weights_arrives(
         {"run": cli_run.run, "serve": cli_serve.serve}[command].main([*arguments, *words], standalone_mode=False)
 
 
-@pytest.mark.parametrize(("words", "route"), [([], Route.AUTO), (["--via", "in-place"], Route.IN_PLACE)])
+@pytest.mark.parametrize(
+    ("words", "route"), [([], Route.AUTO), *((["--via", one.value], one) for one in (Route.IN_PLACE, Route.NATIVE))]
+)
 @pytest.mark.parametrize("dry", [False, True])
 def test_the_route_of_a_switch_arrives(
     words: list[str], route: Route, dry: bool, monkeypatch: pytest.MonkeyPatch

@@ -61,6 +61,19 @@ def test_json_has_the_same_numbers(tmp_path: Path, rates: str, capsys: pytest.Ca
     assert faster["oracle"]["busy_s"] < body["courses"]["oracle"]["busy_s"]
 
 
+def test_a_request_that_the_context_has_no_room_for_is_refused(
+    tmp_path: Path, rates: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With -c the longest request has to fit a sequence's part of it; both numbers are told, and what would do."""
+    argv = ["replay", _trace(tmp_path, 2), "--rates", rates, "-np", "2", "-c"]
+    assert main([*argv, "60000"]) is ExitCode.REFUSED
+    wanted = (
+        "31,000 tokens of prompt and answer, and the context holds 30,000, 60,000 for 2 sequences; raise -c to 62000"
+    )
+    assert wanted in capsys.readouterr().err
+    assert main([*argv, "62000"]) is ExitCode.DONE
+
+
 def test_switches_are_made_as_serve_makes_them(tmp_path: Path, rates: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Beside where its time is known, else from the file; which one it is stands in the answer."""
     trace = _trace(tmp_path, 2)

@@ -53,7 +53,7 @@ def _split_model(folder: Path) -> tuple[FileIdentity, ...]:
 
 def _held(copy: HostCopy, name: str) -> bytes:
     offset, n_bytes = copy.places[name]
-    return bytes(copy.data[offset : offset + n_bytes])
+    return bytes(memoryview(copy.weights.data)[offset : offset + n_bytes])
 
 
 def test_a_copy_holds_every_tensor_and_is_the_file_itself(tmp_path: Path) -> None:
@@ -63,10 +63,10 @@ def test_a_copy_holds_every_tensor_and_is_the_file_itself(tmp_path: Path) -> Non
     copy.start(files)
     assert copy.wait()
     raw = (tmp_path / "m.gguf").read_bytes()
-    assert bytes(copy.data[: len(raw)]) == raw
+    assert bytes(memoryview(copy.weights.data)[: len(raw)]) == raw
     assert _held(copy, "output_norm.weight") == _body(NORM, 1)
     assert _held(copy, "output.weight") == _body(EMBEDDING, 0)
-    assert b"output.weight" in Path(copy.metadata_path).read_bytes()
+    assert b"output.weight" in Path(copy.weights.metadata).read_bytes()
     assert copy.share == 1.0
     copy.close()
     assert copy.why == "the copy of the weights is closed"

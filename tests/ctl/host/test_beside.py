@@ -173,7 +173,8 @@ def test_streams_go_on_in_the_second_worker(tmp_path: Path) -> None:
         outcome = await beside.outcome()
         assert (outcome["status"], outcome["via"], outcome["confirmed"]) == ("switched", "beside", False)
         assert outcome["stages_ms"] == {
-            "checking": 2.0, "quiescing": 0.0, "saving": 1.0, "sealing": 2.0, "freeing": None, **times
+            "checking": 2.0, "quiescing": 0.0, "saving": 1.0, "sealing": 2.0, "freeing": None,
+            "switching_natively": None, **times
         }  # fmt: skip
         assert (outcome["state_bytes"], outcome["weight_bytes"]) == (11, 7)
         assert (outcome["n_sequences"], outcome["n_tokens"]) == (1, 3)

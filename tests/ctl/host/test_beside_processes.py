@@ -52,7 +52,7 @@ def test_streams_go_on_through_switches_both_ways(tmp_path: Path) -> None:
         assert 0.0 < there["pause_ms"] < there["total_ms"]
         order = ["checking", "placing", "building", "trial", "quiescing", "saving", "sealing", "restoring", "proving"]
         assert list(dict.fromkeys(stages)) == order
-        assert {name for name, ms in there["stages_ms"].items() if ms is None} == {"freeing"}
+        assert {name for name, ms in there["stages_ms"].items() if ms is None} == {"freeing", "switching_natively"}
         second = stage.supervisor.worker_pid
         back = await stage.supervisor.switch({"mode": SplitMode.LAYER}, BESIDE)
         assert (back["status"], back["effective"]) == ("switched", "layer")

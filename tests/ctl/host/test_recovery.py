@@ -286,6 +286,14 @@ def test_a_switch_whose_worker_died_has_an_outcome(
     assert switches.effective == LAYER
 
 
+@pytest.mark.parametrize("after", [(), (Stage.PROVING,)])
+def test_a_worker_that_died_of_the_librarys_own_call_says_whose_it_was(after: tuple[Stage, ...]) -> None:
+    """In the call, or in the proof that follows it: the outcome names the call, as one that returns would."""
+    way = (*_FORWARD[: _FORWARD.index(Stage.SEALING) + 1], Stage.SWITCHING_NATIVELY, *after)
+    (outcome,) = _recovered(_switching(way), LAYER, recomputed=False)
+    assert (outcome["status"], outcome["stage"], outcome["via"]) == ("fell_back", way[-1].value, "native")
+
+
 @pytest.mark.parametrize("is_parked", [False, True])
 def test_a_trial_that_took_its_worker_along_fell_back(is_parked: bool) -> None:
     """The outcome that said switched says fell back now, or parked, at the trial, and is confirmed by nobody."""

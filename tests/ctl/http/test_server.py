@@ -132,13 +132,14 @@ def test_a_switch_may_name_its_route(shared: Site) -> None:
         return await (switch(changes, options, **more) if more else check(changes, options))
 
     with mock.patch.multiple(shared.session, switch=noted, check=noted):
-        for body in ({"to": "tensor", "via": "in-place"}, {"to": "tensor", "via": "beside", "dry_run": True}):
+        for more in ({"via": "in-place"}, {"via": "beside", "dry_run": True}, {"via": "native"}):
+            body = {"to": "tensor", **more}
             assert shared.post("/split-mode", body).status == 200
         assert shared.post("/split-mode", {"to": "tensor", "via": None}).status == 200
-    assert [one.via for one in asked] == [Route.IN_PLACE, Route.BESIDE, Route.AUTO]
+    assert [one.via for one in asked] == [Route.IN_PLACE, Route.BESIDE, Route.NATIVE, Route.AUTO]
     refused = shared.post("/split-mode", {"to": "tensor", "via": "moon"})
     assert (refused.status, refused.error["param"]) == (400, "via")
-    assert "auto, beside, in-place" in refused.error["message"]
+    assert "auto, beside, in-place, native, composed" in refused.error["message"]
 
 
 # -- connections -------------------------------------------------------------------------------------------------------

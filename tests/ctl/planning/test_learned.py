@@ -8,6 +8,7 @@ import pytest
 
 from splitctl.placement import SplitMode
 from splitctl.planning.cost import ModeRates, Rates
+from splitctl.planning.floor import Floor
 from splitctl.planning.learned import Answers, Learned, costs_of, costs_of_rates
 from splitctl.planning.profile import ModeNotMeasured
 from tests.ctl.planning.profiles import MEASURED, constant, exactly, switch
@@ -34,6 +35,24 @@ def test_a_profile_is_costs() -> None:
     assert (costs.switch(_LAYER, _TENSOR, 0)[0], costs.switch(_TENSOR, _LAYER, 0)[0]) == (2.0, 3.0)
     with pytest.raises(ModeNotMeasured, match="a switch to layer"):
         costs_of(replace(_BOTH, switches=_BOTH.switches[:1]), "file")
+
+
+def test_on_processors_a_switch_beside_costs_all_of_its_time() -> None:
+    """A second worker loads on the streams' processors: beyond its pause it takes the rest; elsewhere it does not."""
+    switches = tuple(
+        replace(one, way=way, pause=exactly(0.1), total=exactly(3.0))
+        for one in _BOTH.switches
+        for way in ("beside", "file")
+    )
+    profile = replace(_BOTH, switches=switches)
+    for way, on_processors, more in (("beside", True, 2.9), ("beside", False, 0.0), ("file", True, 0.0)):
+        costs = Learned(costs_of(profile, way, on_processors=on_processors))
+        assert costs.switch(_LAYER, _TENSOR, 0)[0] == 0.1
+        assert costs.slowed_s(_LAYER) == pytest.approx(more)
+        floor = Floor(costs, 4, 10.0, _LAYER)
+        assert (floor.switch(), floor.at, floor.switched_at) == tuple(
+            map(pytest.approx, (0.1 + more, 10.1 + more, 10.1 + more))
+        )
 
 
 def test_long_reads_are_those_of_the_profile() -> None:

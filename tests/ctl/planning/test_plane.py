@@ -11,7 +11,7 @@ from splitctl.planning.advice import advise
 from splitctl.planning.cost import Choice, Work
 from splitctl.planning.plane import conclusion, plane_of
 from splitctl.planning.profile import ModeNotMeasured, Profile
-from tests.ctl.planning.profiles import MEASURED, constant, switch
+from tests.ctl.planning.profiles import MEASURED, constant, exactly, switch
 
 
 def test_the_plane_holds_the_best_of_every_way() -> None:
@@ -41,6 +41,16 @@ def test_a_mode_that_is_faster_in_everything_is_told() -> None:
     said = conclusion(replace(MEASURED, modes=modes), 32768)
     assert "layer mode reads fastest with -ub 512 (800 tokens/s) and generates fastest (25.0 tokens/s)" in said
     assert "no switch pays: layer mode is best for every prompt and answer within 32,768 tokens" in said
+
+
+def test_a_mode_that_generates_fastest_for_a_while_is_told() -> None:
+    """Where another mode is the faster one in a short context, the sentence names both with their depths."""
+    layer, tensor = MEASURED.modes
+    steep = replace(layer, steps=tuple(replace(one, seconds=exactly(0.04 + one.depth / 1e5)) for one in layer.steps))
+    said = conclusion(replace(MEASURED, modes=(steep, tensor)), 32768)
+    assert (
+        "tensor mode generates fastest at depth 4,096 (20.0 tokens/s), layer mode at depth 0 (25.0 tokens/s); " in said
+    )
 
 
 def test_a_switch_that_would_pay_beyond_the_context_is_told() -> None:

@@ -6,12 +6,17 @@ import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from splitctl.errors import ConfigInvalid
 from splitctl.placement import SplitMode
 from splitctl.planning.cost import ModeRates, Rates
-from splitctl.planning.learned import Learned, costs_of_rates
+from splitctl.planning.floor import Floor, Job
+from splitctl.planning.learned import Learned, costs_of, costs_of_rates
+from splitctl.planning.plans import Bounds, Plans
 from splitctl.planning.policy import Active, Decision, Policy, Settings, Situation, Waiting
+from tests.ctl.planning.profiles import MEASURED, exactly, switch
 
 _LAYER, _TENSOR = SplitMode.LAYER, SplitMode.TENSOR
 #: RTX 4070 and 3060, 27B: layer mode reads faster, tensor mode generates faster.
@@ -144,6 +149,26 @@ def test_the_policy_teaches_its_costs() -> None:
 # -- bounds ------------------------------------------------------------------------------------------------------------
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 9000), st.integers(1, 900), st.floats(0.0, 30.0)), max_size=12),
+    st.sampled_from([_LAYER, _TENSOR]),
+)
+def test_plans_that_are_followed_together_end_where_each_ends_alone(
+    jobs: list[tuple[int, int, float]], mode: SplitMode
+) -> None:
+    """To go on together as long as they say the same changes nothing of any plan, to the last bit."""
+    floor = Floor(_COSTS, 4, 100.0, mode)
+    for number, (n_unread, n_left, waited) in enumerate(jobs):
+        floor.come(Job(number, 100.0 - waited, n_unread, 0, n_left))
+    plans = Plans(_COSTS, 4, Bounds(2.0, 20.0, 10.0))
+    every = plans.all(floor)
+    for plan, end in zip(every, plans.ends(floor, every), strict=True):
+        alone = floor.copy()
+        plans.follow(alone, plan)
+        assert (end.at, end.mode, end.trail, end.is_empty) == (alone.at, alone.mode, alone.trail, alone.is_empty)
+    assert len(floor.queue) == len(jobs)
+
+
 def test_a_minimum_stay_is_kept() -> None:
     """Whatever is to be done, no switch is asked for so soon after one; afterwards it is."""
     policy = _policy(min_stay_s=30.0)
@@ -180,6 +205,22 @@ def test_streams_are_not_paused_for_too_long() -> None:
     assert decision.mode is _LAYER
     assert decision.sentence == "stays in layer: a switch pauses streams for 3.0 s, and 2 s are allowed"
     assert _decided(policy, _TENSOR, _waiting(2, 90_000, 10)).mode is _LAYER
+
+
+def test_a_pause_is_bounded_by_itself_and_a_switch_pays_for_what_it_slows() -> None:
+    """What a switch takes beyond its pause has to be saved as well, and is no pause that streams are spared from."""
+    decided = {}
+    for total_s in (3.0, 15.0, 60.0):
+        beside = tuple(
+            replace(switch(a, b, 3.0), way="beside", total=exactly(total_s))
+            for a, b in ((_LAYER, _TENSOR), (_TENSOR, _LAYER))
+        )
+        costs = costs_of(replace(MEASURED, switches=beside), "beside", on_processors=True)
+        policy = Policy(costs, Settings(max_pause_s=4.0))
+        decided[total_s] = _decided(policy, _LAYER, Active(1, 0, 4000, 2000))
+    assert {total_s: one.mode for total_s, one in decided.items()} == {3.0: _TENSOR, 15.0: _TENSOR, 60.0: _LAYER}
+    assert decided[15.0].sentence.endswith("a switch costs 15.0 s")
+    assert decided[60.0].numbers["pause_s"] == 3.0
 
 
 def test_nobody_is_held_for_too_long() -> None:

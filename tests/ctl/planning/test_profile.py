@@ -123,11 +123,9 @@ def test_beyond_the_last_point_its_slope_goes_on_and_never_falls() -> None:
 
 
 def test_beyond_the_last_point_noise_is_no_slope() -> None:
-    """What repetitions differ by is not multiplied; a point farther back that is lower for certain gives the slope.
-
-    The numbers are those of 27B on two GPUs: the line through the first and the last one would add 1 s to a switch with
-    64,000 tokens held, and 3 ms to a token.
-    """
+    """What repetitions differ by is not multiplied; a point farther back that is lower for certain gives the slope."""
+    # Measured with 27B on two GPUs: the line through the first and the last would add 1 s to a switch with 64,000
+    # tokens held, and 3 ms to a token.
     near, far = Step(1, 32, Spread(0.01421, 0.01419, 0.01422, 2)), Step(1, 256, Spread(0.01429, 0.01401, 0.01456, 2))
     mode = MeasuredMode(SplitMode.LAYER, 512, (Read(32, 0, exactly(0.03)),), (near, far))
     assert mode.step_s(1, 10_000) == far.seconds.median
@@ -296,3 +294,29 @@ def test_repetitions_are_summed_up_by_their_middle_and_ends() -> None:
     assert (spread.median, spread.low, spread.high, spread.n) == (1.2, 1.0, 9.0, 3)
     assert spread.share == pytest.approx(8.0 / 2 / 1.2)
     assert Spread.of([0.0]).share == 0.0
+
+
+def test_what_a_profile_lacks_is_named() -> None:
+    """Less of a mode, and ways of a switch, count; more, and other sizes of micro-batches, do not."""
+    layer, tensor = MEASURED.modes
+    once = tuple(replace(one, seconds=replace(one.seconds, n=1)) for one in tensor.reads)
+    four = (*tensor.steps, Step(4, 0, exactly(0.1)))
+    for other, mine, phrase in (
+        ((layer, replace(layer, n_ubatch=1024)), (layer,), "layer mode with 2 sizes of -ub"),
+        (
+            (tensor,),
+            (replace(tensor, reads=tensor.reads[:3], steps=tensor.steps[:1]),),
+            "tensor mode up to 4,608 tokens",
+        ),
+        ((replace(tensor, steps=four),), (tensor,), "tensor mode with 4 sequences"),
+        ((tensor,), (replace(tensor, reads=once),), "tensor mode in 3 repetitions"),
+        ((layer, tensor), (layer,), "tensor mode"),
+    ):
+        assert Profile(mine).lacks(Profile(other)) == (phrase,)
+        assert Profile(other).lacks(Profile(mine)) == ()
+    assert Profile((replace(layer, n_ubatch=1024),)).lacks(Profile((layer,))) == ()
+    assert MEASURED.lacks(MEASURED) == ()
+    assert Profile(MEASURED.modes, MEASURED.switches[:2]).lacks(MEASURED) == (
+        "layer -> tensor pinned",
+        "tensor -> layer file",
+    )

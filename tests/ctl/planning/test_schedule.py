@@ -42,11 +42,11 @@ def test_what_is_cut_is_said() -> None:
 
 
 def test_what_saves_nothing_is_not_cut() -> None:
-    """Where placing a model takes the time, ways and repetitions of switches go, and deep reads stay."""
+    """Where placing a model takes the time, repetitions of switches go, and their ways and deep reads stay."""
     looks = {mode: Look(0.00025, 0.0145, 8.0, 4.6) for mode in (SplitMode.LAYER, SplitMode.TENSOR)}
     plan = schedule(replace(_WISH, room=20480), looks, 180.0)
     assert _seconds(plan, looks) <= 180.0
-    assert len(plan.tiers) < len(_WISH.tiers)
+    assert (plan.switch_rounds, plan.tiers) == (1, _WISH.tiers)
     assert plan.depths[-1] >= 2048
 
 

@@ -24,14 +24,17 @@ from splitctl.cli.main import main
 from splitctl.cli.output import ExitCode
 from splitctl.errors import Refused
 from splitctl.ipc import verifying
+from splitctl.ipc.jobs import VerifyRequest
 from splitctl.ipc.probes import Prober
+from splitctl.ipc.process import JobEnd
 from splitctl.ipc.verifying import Verification, Verifier, VerifyReport
 from splitctl.model.facts import read_facts
 from splitctl.model.identity import model_digest
 from splitctl.placement import FlashAttn, Placement, SplitMode
 from splitctl.probing import ProbeKey, ProbeVerdict, Verdict, VerdictCache
-from splitctl.probing.comparing import TIE_SIGMAS, WINDOW_ROWS, Tally, is_tie, nmse, nmse_limit, surprise
+from splitctl.probing.comparing import NMSE_LIMIT, TIE_SIGMAS, WINDOW_ROWS, Tally, is_tie, nmse, nmse_limit, surprise
 from splitctl.probing.matrix import Cell, cells
+from splitctl.probing.verify import Task
 from splitctl.session import Session
 from splitctl.switching import rules
 from splitctl.switching.rules import BuildFacts, HostFacts, SessionFacts
@@ -275,7 +278,9 @@ def test_a_sound_build_is_right_in_every_cell(tiny: Path) -> None:
     first, *others = report.cells
     assert first["reference"]
     assert "nmse" not in first
+    assert first["nmse_control"] == 0.0
     for found in others:
+        assert ("nmse_control" in found, found["nmse_limit"]) == (False, NMSE_LIMIT)
         assert (found["nmse"], found["top1_agreement"], found["top1_ties"]) == (0.0, 1.0, 0)
         assert (found["text_hash"], found["perplexity"]) == (first["text_hash"], first["perplexity"])
     for found in report.cells:
@@ -284,6 +289,36 @@ def test_a_sound_build_is_right_in_every_cell(tiny: Path) -> None:
         assert 0 < found["rss_before_bytes"] < found["rss_peak_bytes"]
         assert len(found["text_hash"]) == 8
     assert report.library["devices"]
+
+
+@needs_compiler
+@pytest.mark.stub
+@pytest.mark.parametrize("how", ["abort", "nan", "fail"])
+def test_what_ends_the_comparison_of_a_reference_with_itself_ends_nothing_else(tiny: Path, how: str) -> None:
+    """By then the reference is measured: it is right, how far it is from itself is unknown, the others are tried."""
+    first, tensor = _verify(tiny, f"decode:{how}:layer@12").cells
+    assert (first["verdict"], first["end"], first["state_equal"], first["nmse_control"]) == ("ok", None, True, None)
+    assert (tensor["verdict"], tensor["nmse_limit"]) == ("ok", NMSE_LIMIT)
+
+
+def test_each_cell_is_held_to_the_noise_of_what_it_is_judged_by(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is widened by the reference of the same cache types, or by the first one."""
+    some = cells(_CPU, [SplitMode.TENSOR], [("f16", "f16"), ("f32", "f32")], [], [True])
+    noise = {"f16": 0.01, "f32": 0.02}
+    asked: list[float] = []
+
+    def answer(request: VerifyRequest, **_: Any) -> JobEnd:
+        asked.append(request.control)
+        if request.keep is None:
+            return JobEnd({"verdict": "ok"})
+        request.keep.touch()
+        return JobEnd({"verdict": "ok", "nmse_control": noise[request.placement.type_k]})
+
+    monkeypatch.setattr(verifying, "run_job", answer)
+    Verifier(_env())(_asked(tiny, None, some))
+    assert asked == [0.0, 0.01, 0.01, 0.02]
+    task = Task("", 1, 1, None, None, None, asked[-1])
+    assert task.limit(some[-1].placement) == pytest.approx(0.08)
 
 
 @needs_compiler
@@ -621,6 +656,8 @@ def test_smollm2_is_right_in_tensor_mode(
     layer, tensor, _ = report.cells
     assert (layer["verdict"], tensor["verdict"]) == ("ok", "ok"), tensor["why"]
     assert 0.0 < tensor["nmse"] < 0.02
+    # Another order of floats changes the last bits of one mode as it does those between two.
+    assert 0.1 < layer["nmse_control"] / tensor["nmse"] < 10.0
     assert tensor["perplexity"] == pytest.approx(layer["perplexity"], rel=0.05)
     assert tensor["state_equal"] is True
     assert tensor["state_bytes"] == layer["state_bytes"]

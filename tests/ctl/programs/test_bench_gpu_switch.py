@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -19,10 +20,12 @@ from tests.tool import run_tool
 from tools import bench_gpu_switch, bench_gpu_told
 from tools.bench_gpu_arms import Clocked
 from tools.bench_gpu_server import Server, ServerFailed
-from tools.bench_gpu_switch import ARMS, ArmLost, Bench, Budget, Moved, grouped
+from tools.bench_gpu_switch import ARMS, NATIVE_ARMS, ArmLost, Bench, Budget, Moved, grouped
+from tools.check_native import native_library
 from tools.gpu_meter import HOST, Setup
 from tools.make_large import make_large
 
+NATIVE = native_library()
 WAYS = ("layer->tensor", "tensor->layer")
 SERVER = """#!{python}
 import http.server, json, pathlib, sys, urllib.parse
@@ -71,7 +74,8 @@ def server(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_a_rehearsal_on_processors_has_every_row(tmp_path: Path, server: Path) -> None:
     """Each arm moves both ways, is told as it goes, and has its times, its rates and its memory."""
-    arms = [arm for arm in ARMS if arm != "beside"]  # as beside-idle, with nothing beside the stream
+    # beside is as beside-idle, with nothing beside the stream
+    arms = [arm for arm in ARMS if arm != "beside" and arm not in NATIVE_ARMS]
     done = run_tool(
         "bench_gpu_switch", "--json", "--devices", "CPU,CPU", "--model", "tiny", "--tokens", "48", "--generate", "4",
         "--repeats", "1", "--only", *arms, "--lib", library_of(NEWEST), "--server", server, "--folder", tmp_path,
@@ -100,6 +104,25 @@ def test_a_rehearsal_on_processors_has_every_row(tmp_path: Path, server: Path) -
     assert done.returncode == 0
     told = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
     assert sum("total_ms" in one for one in told) == len(rows)
+
+
+@pytest.mark.build
+@pytest.mark.slow
+@pytest.mark.skipif(not NATIVE.is_file(), reason="no native build: ci/builds --native")
+def test_the_librarys_own_call_is_an_arm_of_its_own(tmp_path: Path) -> None:
+    """With weights from the file and from the copy, each move is one call of the library, and is told as such."""
+    done = run_tool(
+        "bench_gpu_switch", "--json", "--devices", "CPU,CPU", "--model", "tiny", "--tokens", "48", "--generate", "4",
+        "--repeats", "1", "--only", *NATIVE_ARMS, "--lib", NATIVE, "--folder", tmp_path, "--no-plan",
+    )  # fmt: skip
+    body: dict[str, Any] = json.loads(done.stdout)
+    assert body["lost"] == {}
+    weights = {"native": "file", "native-pinned": "pinned"}
+    assert {(row["arm"], row["way"]) for row in body["rows"]} == set(itertools.product(weights, WAYS))
+    for row in body["rows"]:
+        assert (row["via"], row["weights"]) == ("native", weights[row["arm"]])
+        assert row["stages_ms"]["switching_natively"] >= row["calls_ms"]["llama_context_set_split_mode"]
+        assert row["gb_s"]["switching_natively"] > 0
 
 
 class _Child:

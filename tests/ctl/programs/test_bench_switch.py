@@ -9,6 +9,7 @@ import pytest
 
 from tests.native.real import NEWEST, library_of
 from tests.tool import run_tool
+from tools.check_native import native_library
 from tools.make_large import make_large
 
 ROUTES = ["layer-layer", "layer-tensor", "layer-tensor-pinned", "layer-tensor-resident"]
@@ -34,3 +35,21 @@ def test_every_route_is_paired_with_its_bare_calls(tmp_path: Path) -> None:
     resident = body["runs"][-1]
     assert resident["stages_ms"]["placing"] < body["runs"][1]["stages_ms"]["placing"]
     assert "placing" not in resident["bare_stages_ms"]
+
+
+@pytest.mark.build
+@pytest.mark.slow
+def test_the_library_s_own_call_is_a_route_of_its_own(tmp_path: Path) -> None:
+    """From the file and from the copy, each held against the bare call, whose stages are not told."""
+    if not native_library().is_file():
+        pytest.skip("no native build: ci/builds --native")
+    model = make_large(tmp_path, "tiny")
+    words = ("--json", "--pairs", "1", "--tokens", "20", "--models", model, "--lib", native_library(), "-k", "native")
+    done = run_tool("bench_switch", *words)
+    assert done.returncode == 0, done.stderr
+    body = json.loads(done.stdout)
+    assert [run["route"] for run in body["runs"]] == ["layer-tensor-native", "layer-tensor-pinned-native"]
+    for run in body["runs"]:
+        assert run["bare_stages_ms"].keys() == {"switching_natively"}
+        assert run["stages_ms"]["switching_natively"] > 0
+        assert run["stages_ms"]["placing"] == 0

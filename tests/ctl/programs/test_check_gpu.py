@@ -15,6 +15,7 @@ import pytest
 from splitctl.model.facts import read_facts
 from tests.native.real import NEWEST, library_of
 from tests.tool import GUARD_S, run_tool
+from tools.check_native import native_library
 from tools.gpu_meter import HOST, Meter, group_of, visible_gpus
 from tools.make_large import SHAPES, make_large
 
@@ -70,6 +71,22 @@ def test_a_large_model_is_a_model_with_weights_that_differ(tmp_path: Path) -> No
         assert not np.array_equal(one, other)
     made = path.stat().st_mtime_ns
     assert make_large(tmp_path, "tiny").stat().st_mtime_ns == made
+
+
+@pytest.mark.build
+@pytest.mark.slow
+@pytest.mark.skipif(not native_library().is_file(), reason="no native build: ci/builds --native")
+def test_the_librarys_own_call_finds_no_memory_and_returns(tmp_path: Path) -> None:
+    """With the address space limited the session goes on as if nobody had asked, and is switched once there is room."""
+    done = run_tool(
+        "check_gpu", "--json", "--device", "CPU,CPU", "--models", "tiny", "--sizes", "1024x256", "--parts", "native",
+        "--lib", native_library(), "--folder", tmp_path,
+    )  # fmt: skip
+    found: dict[str, Any] = json.loads(done.stdout)["native"]
+    assert found["failures"] == []
+    assert found["short"]["declined"]["reasons"][0]["code"] == "native-declined"
+    assert found["short"]["later"]["effective"] == "tensor"
+    assert len(found["short"]["tokens"]) > 32
 
 
 @pytest.mark.build

@@ -13,6 +13,7 @@ import pytest
 from splitctl.placement import SplitMode
 from tests.tool import run_tool
 from tools import sweep_codec, sweep_switch
+from tools.check_native import native_library
 from tools.children import last_words
 from tools.make_dummies import recipes
 from tools.sweep_cells import LAYOUTS, PAIRS, Mismatch, all_cells, distance, need_sound, placement_of, prompt
@@ -105,6 +106,26 @@ def test_real_cells_pass_in_every_tier(
     cells = ["4-unified:layer>tensor", "1:layer>layer-1,3"]
     sweep = ModelSweep(model_of("gemma3+gqa"), library, tmp_path / "verdicts.json", weights)
     assert [(one["cell"], one["status"]) for one in sweep.cells(cells)] == [(cell, "passed") for cell in cells]
+
+
+@pytest.mark.build
+@pytest.mark.parametrize(
+    ("name", "weights", "cells"),
+    [
+        ("lfm2", "file", ["4-streams:layer>none"]),
+        ("gemma3+gqa", "pinned", ["4-unified:tensor>none"]),
+        ("t5", "file", ["1:layer>none", "1:layer>tensor"]),
+    ],
+)
+def test_real_cells_pass_by_the_library_s_own_call(
+    tmp_path: Path, model_of: Callable[[str], Path], name: str, weights: str, cells: list[str]
+) -> None:
+    """A hybrid, a sliding window and an encoder-decoder; what a rule refuses is refused by both routes."""
+    if not native_library().is_file():
+        pytest.skip("no native build: ci/builds --native")
+    sweep = ModelSweep(model_of(name), native_library(), tmp_path / "verdicts.json", weights, "native")
+    told = [(one["cell"], one["status"]) for one in sweep.cells(cells)]
+    assert told == [(cell, "refused" if cell == "1:layer>tensor" else "passed") for cell in cells]
 
 
 @pytest.mark.build

@@ -285,6 +285,8 @@ def test_a_native_switch_goes_through_the_same_machine(model: Path) -> None:
 
 NATIVE_FAULTS = (
     Fault("native:fail", Stage.SWITCHING_NATIVELY.value, "does not fit"),
+    Fault("native:spoil", Stage.SWITCHING_NATIVELY.value, "did not leave things as they were"),
+    Fault("native:state", "proving", "byte for byte"),
     Fault("get_data:damage:T", "proving", "byte for byte"),
     Fault("decode:nan:T", "trial", "not numbers"),
     Fault("decode:fail:T load:null:S@1", "trial", "returned -3", recomputed=True),

@@ -10,7 +10,9 @@ from tests.ctl.real_builds import Build, check_build
 
 pytestmark = [pytest.mark.build, pytest.mark.model, pytest.mark.slow]
 
-BUILD = Build("llama-cpp-python-0.3.36", "llama_cpp/lib/libllama.so", n_servers=2, n_least=80)
+BUILD = Build(
+    "llama-cpp-python-0.3.36", "llama_cpp/lib/libllama.so", n_servers=2, n_least=80, how="ci/builds --llama-cpp-python"
+)
 
 
 @pytest.mark.usefixtures("smollm2")

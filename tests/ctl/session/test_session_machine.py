@@ -41,7 +41,7 @@ _ACTIONS = {
     "get_data": ("zero", "short", "damage", "flip", "damage=17"),
     "get_size": ("zero",),
     "decode": ("fail", "nan", "const"),
-    "native": ("fail",),
+    "native": ("fail", "spoil", "state"),
 }
 FAULT = st.sampled_from(_CALLS).flatmap(
     lambda call: st.builds(
@@ -177,7 +177,7 @@ class SessionMachine(RuleBasedStateMachine):
     )
     def switch(self, mode: SplitMode, faults: str, cancel_at: str, proof: Proof, n_ctx: int) -> None:
         """Switch somewhere, with faults in place, perhaps cancelled."""
-        if proof is Proof.OFF or "lie" in faults or "flip" in faults:
+        if proof is Proof.OFF or "lie" in faults or "flip" in faults or "native:s" in faults:
             # What lies and is not asked to prove itself cannot be found out.
             proof = Proof.BYTES
         before = self.session.placement

@@ -51,7 +51,7 @@ _PLACEMENT = Placement(mode=SplitMode.TENSOR, devices=("CPU", "CPU"), tensor_spl
 
 _REQUESTS: list[JobRequest] = [
     DevicesRequest(None),
-    DoctorRequest(Path("/a b/lib.so")),
+    DoctorRequest(Path("/a b/lib.so"), model=Path("m.gguf")),
     ProbeRequest(Path("m.gguf"), None, _PLACEMENT),
     VerifyRequest(Path("m.gguf"), None, _PLACEMENT, (), "text\n", 8, 2, Path("/r"), None, Path("/k")),
     ReserveRequest(Path("m.gguf"), None, _PLACEMENT, ((8, 4, 2), (16, 8, 4)), ("host:1",)),

@@ -49,20 +49,20 @@ API int32_t llama_set_adapters_lora(struct context *context, struct adapter **ad
 }
 
 #ifdef STUB_NATIVE_SPLIT
-API const char *llama_split_mode_name(int mode) { return stub_mode_name(mode); }
 API int llama_model_get_split_mode(const struct model *model) { return model->mode; }
 
-API bool llama_model_set_split_mode(struct model *model, int mode, const float *tensor_split) {
+static bool refuse(const char *why) {
+    stub_say(LOG_ERROR, "llama_context_set_split_mode: refused: %s\n", why);
+    return false;
+}
+
+static bool move(struct model *model, int mode, const float *tensor_split, const struct rule *fault) {
     int64_t shares[MAX_DEVICES];
-    stub_note("llama_model_set_split_mode model=%d mode=%d tensor_split=%s", model->handle.id, mode,
-              tensor_split ? "given" : "null");
-    if (!stub_alive(&model->handle, "llama_model_set_split_mode") || mode < 0 || mode >= N_MODES) return false;
-    if (model->n_contexts > 1) return false;
     stub_unplace(model->devices, model->n_devices, model->weights);
-    if (stub_is(stub_fault("native", mode), "fail") ||
+    if (stub_is(fault, "fail") || stub_is(fault, "spoil") ||
         (stub_share_weights(model, mode, tensor_split, shares),
          !stub_place(model->devices, model->n_devices, shares, MODE_LAYER))) {
-        stub_say(LOG_ERROR, "llama_model_set_split_mode: %s does not fit, back in %s\n", stub_mode_name(mode),
+        stub_say(LOG_ERROR, "llama_context_set_split_mode: %s does not fit, back in %s\n", stub_mode_name(mode),
                  stub_mode_name(model->mode));
         stub_place(model->devices, model->n_devices, model->weights, model->mode);
         return false;
@@ -71,14 +71,21 @@ API bool llama_model_set_split_mode(struct model *model, int mode, const float *
     return true;
 }
 
+/* spoil, state: a cell changes; rows: the carried logits do; onward: what is decoded later does. */
 API bool llama_context_set_split_mode(struct context *context, int mode, const float *tensor_split) {
     stub_note("llama_context_set_split_mode context=%d mode=%d tensor_split=%s", context->handle.id, mode,
               tensor_split ? "given" : "null");
-    if (!stub_alive(&context->handle, "llama_context_set_split_mode") || context->adapters_hash) return false;
+    if (!stub_alive(&context->handle, "llama_context_set_split_mode") || mode < 0 || mode >= N_MODES) return false;
+    const struct rule *fault = stub_fault("native", mode);
+    if (context->adapters_hash) return refuse("adapters are loaded for the model");
+    if (context->model->n_contexts > 1 && !stub_is(fault, "shared")) return refuse("another context uses the model");
     /* success or not, the memory is made anew: a handle taken before is stale */
     context->memory->stale = true;
     context->memory = calloc(1, sizeof *context->memory);
     context->memory->context = context;
-    return llama_model_set_split_mode(context->model, mode, tensor_split);
+    if (stub_is(fault, "spoil") || stub_is(fault, "state")) context->cells[0].token ^= 1;
+    if (stub_is(fault, "rows") && context->n_outputs) context->logits[0] += 1.0f;
+    if (stub_is(fault, "onward")) context->adapters_hash = 1;
+    return move(context->model, mode, tensor_split, fault);
 }
 #endif
