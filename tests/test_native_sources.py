@@ -14,6 +14,7 @@ from types import ModuleType
 
 import pytest
 
+from splitctl.switching.effects import ON_HOST
 from tests.tool import run_tool
 from tools.native import check
 
@@ -172,3 +173,8 @@ def test_what_is_new_in_a_context_is_named(tmp_path: Path) -> None:
     assert "IS NEW        src/llama-context.h  fresh_us" in done.stdout
     assert done.stdout.count("DOES NOT FIT") == len(list(check.hooks(check.PATCH.read_text(encoding="utf-8"))))
     assert run_tool("native.check", tmp_path / "src").returncode == 2
+
+
+def test_the_sources_say_what_a_session_looks_for() -> None:
+    """Where the call goes back to the host alone, an outcome can tell it by the line that the sources write."""
+    assert f'"{ON_HOST}"' in check.OURS.read_text()

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from splitctl.switching.machine import MachineState
 
 
+ON_HOST = "the old placement came back on the host alone"
+"""What the library's own call says where the devices had no memory left for the placement that it goes back to."""
+
 MEETS = (NativeError, SplitctlError, MemoryError, OSError, ValueError)
 """What a switch can meet; anything else is a defect and is raised."""
 
@@ -136,7 +139,10 @@ class Effects:
         self.transfer.accept()
         mode = {"none": 0, "layer": 1, "row": 2, "tensor": 3}[target.mode.value]
         if not engine.live_context.native_switch(mode, target.tensor_split):
-            said = telling_line(engine.library.log.said(200)) or "it does not say why"
+            lines = engine.library.log.said(200)
+            said = telling_line(lines) or "it does not say why"
+            if any(ON_HOST in line for line in lines):
+                said += f"; {ON_HOST}, where it is slow: switch when the devices have memory again"
             # It says that nothing has changed, and that is looked at like a restored state.
             if wrong := self._unproved():
                 text = f"the library's own call failed ({said}) and did not leave things as they were: {wrong}"

@@ -924,6 +924,9 @@ template <typename F> void go_back(moving & move, const char * func, F finish) {
             }
             if (move.place(move.from, how)) {
                 if (finish()) {
+                    if (how == way::ON_HOST) {
+                        say(func, "the old placement came back on the host alone", "");
+                    }
                     return;
                 }
                 move.model->~llama_model();
