@@ -9,6 +9,7 @@ from pathlib import Path
 from llama_native import Library, Model, ModelParams
 from splitctl.compat.llama_cpp.arguments import ArgumentInvalid
 from splitctl.model.header import read_header
+from splitctl.places import hub_folder, hub_snapshots
 
 
 def cached(
@@ -33,9 +34,9 @@ def cached(
     if len(parts) not in {1, 2} or not all(part and not part.startswith(".") for part in parts):
         raise ArgumentInvalid("repo_id", repo_id, "owner/name")
     pattern = filename or "*.gguf"
-    root = Path(cache_dir) if cache_dir is not None else _cache(os.environ)
-    snapshots = root / f"models--{'--'.join(parts)}" / "snapshots"
-    folders = _newest_first(snapshots) if local_dir is None else [Path(local_dir)]
+    root = Path(cache_dir) if cache_dir is not None else hub_folder(os.environ)
+    repository = root / f"models--{'--'.join(parts)}"
+    folders = hub_snapshots(repository) if local_dir is None else [Path(local_dir)]
     for folder in folders:
         files = sorted(str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file())
         found = [one for one in files if one == pattern] or [one for one in files if fnmatch(one, pattern)]
@@ -46,26 +47,9 @@ def cached(
             raise ArgumentInvalid("filename", filename, f"a pattern that fits one file, not {' '.join(found)}")
         if found:
             return folder / found[0]
-    searched = " ".join(map(str, folders)) or f"{snapshots}, which is not there"
+    searched = " ".join(map(str, folders)) or f"{repository / 'snapshots'}, which is not there"
     wanted = f"a file that was downloaded before (hf download {repo_id} {pattern}); searched: {searched}"
     raise ArgumentInvalid("filename", filename, wanted)
-
-
-def _cache(env: os._Environ[str]) -> Path:
-    if named := env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(named)
-    home = env.get("HF_HOME") or Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
-    return Path(home) / "hub"
-
-
-def _newest_first(snapshots: Path) -> list[Path]:
-    """Return the revisions that are there, the one that "main" names first."""
-    if not snapshots.is_dir():
-        return []
-    revisions = sorted((one for one in snapshots.iterdir() if one.is_dir()), key=lambda one: -one.stat().st_mtime_ns)
-    main = snapshots.parent / "refs" / "main"
-    named = main.read_text(encoding="utf-8").strip() if main.is_file() else ""
-    return sorted(revisions, key=lambda one: one.name != named)
 
 
 def load_vocabulary(path: str, library: Library | None) -> Model:
