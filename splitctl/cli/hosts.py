@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import click
 
+from splitctl.cli.completions import session_names
 from splitctl.cli.options import json_option
 from splitctl.cli.output import EXIT_OF_FAULT, ExitCode, Screen
 from splitctl.control.client import Call, ControlAnswer, wait
@@ -31,7 +32,9 @@ _SIGNALS = 4096
 
 def session_option(command: Command) -> Command:
     """Add `--session`."""
-    return click.option("--session", metavar="NAME", help="Which session; one alone needs no name.")(command)
+    return click.option(
+        "--session", metavar="NAME", shell_complete=session_names, help="Which session; one alone needs no name."
+    )(command)
 
 
 class CtrlC:

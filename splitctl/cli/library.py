@@ -10,10 +10,12 @@ import click
 from rich.table import Table
 
 from splitctl.cli.child import ask
+from splitctl.cli.completions import ModelFile
 from splitctl.cli.hosts import with_screen
 from splitctl.cli.options import library_option, rpc_option, verbose_option
-from splitctl.cli.output import ExitCode, Screen, mib, one_line
+from splitctl.cli.output import ExitCode, Screen, one_line
 from splitctl.ipc.jobs import DevicesRequest, DoctorRequest
+from splitctl.outcome import mib
 
 
 @click.command()
@@ -43,7 +45,7 @@ def devices(*, library: Path | None, rpc: tuple[str, ...], screen: Screen) -> in
 @click.option(
     "-m",
     "--model",
-    type=click.Path(path_type=Path),
+    type=ModelFile(),
     help="A GGUF: say what is known of the library's own call for a switch with it.",
 )
 @verbose_option

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from importlib import import_module
 from types import FrameType
 
 import click
+from click.shell_completion import CompletionItem
 
 from splitctl.cli import streams
 from splitctl.cli.output import ExitCode, Screen, error_body, one_line, print_json
@@ -20,6 +22,7 @@ COMMANDS = {
         "bench",
         "Measure how fast a model reads, generates and switches here, in every mode, and keep it as a profile.",
     ),
+    "completions": ("completions", "Print what a shell needs to complete commands, flags and their values."),
     "devices": ("library", "List the devices of the library, with their memory."),
     "doctor": ("library", "Say which libllama is used and why, its layout, what it can do, its devices, and warnings."),
     "explain": ("explain", "Say which mode, or which switch, does some work in the least time, and by how much."),
@@ -57,6 +60,13 @@ class _Commands(click.Group):
             return None
         command: click.Command = getattr(import_module(f"splitctl.cli.{COMMANDS[cmd_name][0]}"), cmd_name)
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
+        """Complete the name of a command."""
+        if incomplete.startswith("-"):
+            return click.Command.shell_complete(self, ctx, incomplete)
+        found = [(name, line) for name, (_, line) in COMMANDS.items() if name.startswith(incomplete)]
+        return [CompletionItem(name, help=line) for name, line in found]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         del ctx
@@ -102,6 +112,10 @@ def _interrupt_once(number: int, frame: FrameType | None) -> None:
 
 def _run(arguments: list[str]) -> int:
     as_json = "--json" in arguments
+    if streams.COMPLETE in os.environ:
+        from splitctl.cli.completions import know_shells  # noqa: PLC0415 - for a shell that asks alone
+
+        know_shells()
     try:
         code = cli.main(arguments, prog_name="splitctl", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:

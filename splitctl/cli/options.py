@@ -14,8 +14,10 @@ from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from splitctl.carry.sampling import RANDOM_SEED, SAMPLER_PARAMS, SamplerParam, SamplerSpec
+from splitctl.cli.completions import ModelFile, device_names
 from splitctl.errors import ConfigInvalid
 from splitctl.outcome import Proof, SwitchOptions, WeightsTier
 from splitctl.placement import (
@@ -47,6 +49,12 @@ class Parsed(click.ParamType[_T]):
         """Give the value's form as it was named, not in capitals."""
         del param, ctx
         return self.name
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+        """Complete the words that the value's form lists: small letters, with bars between them."""
+        del ctx, param
+        words = self.name.strip("[]").split("|") if "|" in self.name else []
+        return [CompletionItem(one) for one in words if one.islower() and one.startswith(incomplete)]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> _T:
         """Read a text; any other value has been read before."""
@@ -123,7 +131,7 @@ def _applied(options: Iterable[Callable[[Command], Command]], command: Command) 
 
 
 model_option = click.option(
-    "-m", "--model", type=click.Path(path_type=Path), envvar="LLAMA_ARG_MODEL", required=True, help="The GGUF file."
+    "-m", "--model", type=ModelFile(), envvar="LLAMA_ARG_MODEL", required=True, help="The GGUF file."
 )
 library_option = click.option(
     "--lib",
@@ -276,7 +284,7 @@ def _placement_flags(plain: Placement | None, **defaults: Any) -> dict[str, Call
         ),
         flag(
             "devices", "-dev", "--device", envvar="LLAMA_ARG_DEVICE", metavar="DEV1,DEV2,...",
-            help="Devices in order (splitctl devices lists them); a name can come twice.",
+            shell_complete=device_names, help="Devices in order (splitctl devices lists them); a name can come twice.",
         ),
         flag(
             "n_gpu_layers", "-ngl", "--gpu-layers", "--n-gpu-layers", type=Parsed("[N|auto|all]", _layers),

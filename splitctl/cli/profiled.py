@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from splitctl.cli.completions import ModelFile
 from splitctl.cli.options import Command, library_option, named, placement_options, rpc_option
 from splitctl.cli.prompts import read_up_to
 from splitctl.model.facts import read_facts
@@ -37,7 +38,7 @@ def profile_options(command: Command) -> Command:
     The command gets `model` (None where no flag and no variable names one), `library`, `rpc` and `placement`.
     """
     model = click.option(
-        "-m", "--model", type=click.Path(path_type=Path), envvar="LLAMA_ARG_MODEL",
+        "-m", "--model", type=ModelFile(), envvar="LLAMA_ARG_MODEL",
         help="The GGUF file; its profile is taken, as splitctl bench measured it.",
     )  # fmt: skip
     placed = functools.partial(placement_options, left_out=_LEFT_OUT)

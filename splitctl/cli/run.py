@@ -12,6 +12,7 @@ from splitctl.carry.durable import check_place
 from splitctl.carry.sampling import SAMPLER_PARAMS, SamplerSpec
 from splitctl.cli.attach import Talk, answer_once
 from splitctl.cli.child import ask
+from splitctl.cli.completions import ModelFile, session_names
 from splitctl.cli.hosts import address_of, with_screen
 from splitctl.cli.options import (
     MODE,
@@ -53,12 +54,11 @@ def _chunk(text: str) -> int:
 
 
 @click.command()
-@click.option(
-    "-m", "--model", type=click.Path(path_type=Path), envvar="LLAMA_ARG_MODEL", help="The GGUF file; or use --session."
-)
+@click.option("-m", "--model", type=ModelFile(), envvar="LLAMA_ARG_MODEL", help="The GGUF file; or use --session.")
 @click.option(
     "--session",
     metavar="NAME",
+    shell_complete=session_names,
     help="Generate with a session that splitctl serve holds, instead of opening a model (see splitctl attach).",
 )
 @prompt_options

@@ -14,6 +14,9 @@ import sys
 from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import Any
 
+#: The variable by which a shell asks how a command line goes on.  Source: click, of the program's name.
+COMPLETE = "_SPLITCTL_COMPLETE"
+
 _STDIN, _STDOUT, _STDERR = range(3)
 
 

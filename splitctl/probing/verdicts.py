@@ -259,17 +259,28 @@ class VerdictCache:
         Yields:
             Keys mode, devices, tensor_split, trial (from where), verdict and why, in plain values.
         """
+        for key, of_weights, found in self._entries():
+            is_asked = (key["build"], key["shape"]) == (build, shape) and key["trial"].startswith(OWN_CALL)
+            if is_asked and (not of_weights or of_weights == f"@{weights()}"):
+                told = {name: key[name] for name in ("mode", "devices", "tensor_split", "trial")}
+                yield told | {"verdict": found["verdict"], "why": found["why"]}
+
+    def devices(self) -> set[str]:
+        """Give the names of all devices that something was tried on."""
+        return {name for key, _, _ in self._entries() for name in key["devices"]}
+
+    def _entries(self) -> Iterator[tuple[dict[str, Any], str, dict[str, Any]]]:
+        """Give each key by its names, what says for which weights alone it holds ("@..." or empty), and its verdict."""
         names = [field.name for field in dataclasses.fields(ProbeKey)]
         for text, plain in self._read().items():
             try:
                 told, end = json.JSONDecoder().raw_decode(text)
+                # A key says which trial it is of where it was not of the placement itself.
+                told = [*told, ""] if len(told) == len(names) - 1 else told
                 key, found = dict(zip(names, told, strict=True)), ProbeVerdict.from_json(plain).to_json()
             except (TypeError, ValueError):
                 continue
-            is_asked = (key["build"], key["shape"]) == (build, shape) and key["trial"].startswith(OWN_CALL)
-            if is_asked and (end == len(text) or text[end:] == f"@{weights()}"):
-                told = {name: key[name] for name in ("mode", "devices", "tensor_split", "trial")}
-                yield told | {"verdict": found["verdict"], "why": found["why"]}
+            yield key, text[end:], found
 
     def put(self, key: ProbeKey, verdict: ProbeVerdict, weights: Callable[[], str] = str) -> bool:
         """Keep a verdict in place of an earlier one, unless it is inconclusive; tells whether it was kept.
