@@ -432,7 +432,7 @@ def choose_row(rows: Sequence[SequenceRow], prompt: Sequence[int]) -> SequenceRo
     """Choose the idle sequence for a whole prompt; None where none is idle.
 
     It is the one that holds the most of the prompt's beginning, where that is worth it; else the one that was unused
-    for longest, empty ones first.
+    for longest, empty ones first. While one is empty, none takes a prompt for which it would forget more than it keeps.
     """
     idle = [row for row in rows if row.stream is None]
     if not idle:
@@ -441,7 +441,10 @@ def choose_row(rows: Sequence[SequenceRow], prompt: Sequence[int]) -> SequenceRo
     most = max(held)
     if most and most >= _WORTH_KEEPING * len(prompt):
         # Of equals the shortest, which loses the least.
-        return min((row for row, n in zip(idle, held, strict=True) if n == most), key=lambda row: len(row.tokens))
+        best = min((row for row, n in zip(idle, held, strict=True) if n == most), key=lambda row: len(row.tokens))
+        # Two chats with the same system prompt each have their own sequence.
+        if len(best.tokens) - most <= most or all(row.tokens for row in idle):
+            return best
     return min(idle, key=lambda row: (bool(row.tokens), row.used_at, row.seq_id))
 
 

@@ -55,11 +55,14 @@ def _running(n_seq_max: int = 2, *jobs: StreamJob) -> Ledger:
         ([_row(0, [1, 2, 3], used_at=1), _row(1, [1, 2], used_at=2)], [1, 2, 3, 4], 0),
         ([_row(0, [1, 2, 8, 9], used_at=1), _row(1, [1, 2], used_at=2)], [1, 2, 3], 1),
         ([_row(0, [1, *range(50, 60)], used_at=5), _row(1, [], used_at=0)], [1, *range(100, 120)], 1),
+        ([_row(0, [1, 2, 8, 9], used_at=1), _row(1, [], used_at=2)], [1, 2, 3], 0),
+        ([_row(0, [1, 2, 7, 8, 9], used_at=1), _row(1, [], used_at=2)], [1, 2, 3], 1),
+        ([_row(0, [1, 2, 7, 8, 9], used_at=1), _row(1, [5], used_at=2)], [1, 2, 3], 0),
         ([_row(0, [1, 2, 3], stream=4), _row(1, [9], used_at=3), _row(2, [8], used_at=2)], [1, 2, 3], 2),
     ],
 )
 def test_a_prompt_goes_where_most_of_it_lies(rows: list[SequenceRow], prompt: list[int], chosen: int | None) -> None:
-    """The longest common beginning wins where it is worth it, then the one that was unused for longest."""
+    """The longest common beginning wins where it is worth it, unless more is lost and one is empty; then the oldest."""
     row = choose_row(rows, prompt)
     assert (None if row is None else row.seq_id) == chosen
 
