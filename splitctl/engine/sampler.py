@@ -135,11 +135,17 @@ class Sampler:
     def _processed(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> NDArray[np.float32]:
         row, held = logits.copy(), np.array(tokens, np.int32)
         for processor in self.constraints.processors:
-            found = processor(held, row)
-            if found is not None:
-                row = np.asarray(found, np.float32)
+            try:
+                found = processor(held, row)
+            except (StopIteration, StopAsyncIteration) as error:
+                # It would end whoever iterates over the answer, as if the answer had ended.
+                raise RuntimeError(f"a processor of logits raised {type(error).__name__}") from error
+            wanted = f"float32[{logits.size}] of numbers, from a processor of logits"
+            try:
+                row = row if found is None else np.asarray(found, np.float32)
+            except (TypeError, ValueError) as error:
+                raise ConfigInvalid("processors", type(found).__name__, wanted) from error
             if row.shape != logits.shape or not bool((row < np.inf).all()):
-                wanted = f"float32[{logits.size}] of numbers, from a processor of logits"
                 raise ConfigInvalid("processors", f"{row.dtype}{list(row.shape)}", wanted)
         return row
 

@@ -22,6 +22,7 @@ import numpy as np
 from splitctl.carry.sampling import SamplerSpec
 from splitctl.carry.sequence import common
 from splitctl.errors import Busy, Cancelled, ContextFull, Parked
+from splitctl.placement import whole
 from splitctl.session import arguments
 from splitctl.session.session import Session
 
@@ -63,7 +64,10 @@ class _Waiter:
     def _settle(self, result: Any, error: BaseException | None) -> None:
         if self.future.done():
             return
-        if error is not None:
+        if isinstance(error, StopIteration):
+            # A future takes none: who awaits it would seem to have ended.
+            self.future.set_exception(RuntimeError("what was to be done raised StopIteration"))
+        elif error is not None:
             self.future.set_exception(error)
         else:
             self.future.set_result(result)
@@ -86,7 +90,7 @@ class _Call:
             return True
         try:
             self._waiter.settle(self._work())
-        except Exception as error:  # noqa: BLE001 - whoever waits for the call gets it
+        except BaseException as error:  # noqa: BLE001 - whoever waits for the call gets it, and the thread goes on
             self._waiter.settle(error=error)
         return True
 
@@ -107,8 +111,7 @@ class _Answer:
         self.is_over = False
         self.is_cancelled = False
         self.error: BaseException | None = None
-        self.waiter: _Waiter | None = None
-        self.closing: list[_Waiter] = []
+        self.waiters: list[_Waiter] = []
 
     @property
     def is_ready(self) -> bool:
@@ -118,43 +121,42 @@ class _Answer:
 
     def step(self) -> bool:
         """Do one decode of its work, or take back what was done; says whether it is over."""
+        is_cancelled, piece = self.is_cancelled, ""
+        error: BaseException | None = None
         try:
-            if self.is_cancelled:
+            if is_cancelled:
+                error = Cancelled("the answer")
                 if self.stream is not None:
                     self.stream.take_back()
-                self.end(Cancelled("the answer"))
-                return True
-            if self.stream is None:
-                self.stream = self.worker.begin(self._make, self.wanted)
-            piece = self.stream.step(n_most=self.worker.n_most)
-        except Exception as error:  # noqa: BLE001 - its reader gets it
-            self.end(error)
-            return True
+            else:
+                if self.stream is None:
+                    self.stream = self.worker.begin(self._make, self.wanted)
+                piece = self.stream.step(n_most=self.worker.n_most)
+        except BaseException as raised:  # noqa: BLE001 - its reader gets it, and the thread goes on
+            error = raised
         with self.worker.lock:
+            if self.is_cancelled and not is_cancelled:
+                return False  # Meanwhile: its next turn takes back, also what has ended or failed.
             if piece:
                 self.pieces.append(piece)
-            if self.stream.is_over:
-                self.is_over = True
-            if piece or self.is_over:
+            if error is not None or (self.stream is not None and self.stream.is_over):
+                self.end(error)
+            elif piece:
                 self._wake()
-        if self.is_over:
-            self.worker.release(self.stream.seq_id)
-        return self.is_over
+            return self.is_over
 
-    def end(self, error: BaseException) -> None:
-        """End it with an error."""
+    def end(self, error: BaseException | None) -> None:
+        """End it, with an error or well."""
         with self.worker.lock:
             self.is_over, self.error = True, error
+            if self.stream is not None:
+                self.worker.release(self.stream.seq_id)
             self._wake()
-            for waiter in self.closing:
-                waiter.settle()
-        if self.stream is not None:
-            self.worker.release(self.stream.seq_id)
 
     def _wake(self) -> None:
-        if self.waiter is not None:
-            self.waiter.settle()
-            self.waiter = None
+        for waiter in self.waiters:
+            waiter.settle()
+        self.waiters.clear()
 
 
 class _Worker:
@@ -176,12 +178,14 @@ class _Worker:
     # ---- for the loop ----
 
     def add(self, entry: _Call | _Answer) -> None:
-        """Give something its turns; raises Parked after close."""
+        """Give something its turns; after close it ends with Parked."""
+        self.session.refuse_fork()
         with self._changed:
             if self._is_closing:
-                raise Parked(None)
-            self._entries.append(entry)
-            self._changed.notify()
+                entry.end(Parked(None))
+            else:
+                self._entries.append(entry)
+                self._changed.notify()
 
     def notify(self) -> None:
         """Say that an answer may be ready again. The lock is held."""
@@ -189,6 +193,7 @@ class _Worker:
 
     def close(self) -> None:
         """Let the thread end after the step under way."""
+        self.session.refuse_fork()
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -196,16 +201,19 @@ class _Worker:
     # ---- the thread ----
 
     def _work(self) -> None:
-        while (entry := self._next()) is not None:
-            if not entry.step():
-                with self._changed:
-                    self._entries.append(entry)
-        with self._changed:
-            left = list(self._entries)
-            self._entries.clear()
-        for one in left:
-            one.end(Parked(None))
-        self.session.close()
+        try:
+            while (entry := self._next()) is not None:
+                if not entry.step():
+                    with self._changed:
+                        self._entries.append(entry)
+        finally:
+            with self._changed:
+                self._is_closing = True
+                left = list(self._entries)
+                self._entries.clear()
+            for one in left:
+                one.end(Parked(None))
+            self.session.close()
 
     def _next(self) -> _Call | _Answer | None:
         """Wait for somebody's turn, and take it out; None: the session closes."""
@@ -219,10 +227,10 @@ class _Worker:
                 self._changed.wait()
             return None
 
-    def has_free(self, wanted: int | None) -> bool:
-        """Say whether an answer can have the sequence that it wants, or any."""
-        if wanted is not None:
-            return wanted not in self._busy
+    def has_free(self, wanted: object) -> bool:
+        """Say whether an answer can have the sequence that it wants, or any; what is no number is refused later."""
+        if (number := whole(wanted)) is not None:
+            return number not in self._busy
         return len(self._busy) < self.session.placement.n_seq_max
 
     @property
@@ -238,7 +246,7 @@ class _Worker:
     def begin(self, make: Callable[[int], TextStream], wanted: int | None) -> TextStream:
         """Make an answer, on the sequence wanted or the free one that holds most of its prompt, with room for it."""
         session = self.session
-        stream = make(wanted or 0)
+        stream = make(0 if wanted is None else wanted)
         free = [one for one in range(session.placement.n_seq_max) if one not in self._busy]
         if wanted is None:
             stream.seq_id = max(free, key=lambda one: self._fitness(one, stream.prompt))
@@ -299,8 +307,8 @@ class AsyncTextStream:
         answer = self._answer
         worker = answer.worker
         if not self._has_begun:
-            self._has_begun = True
             worker.add(answer)
+            self._has_begun = True
         while True:
             with worker.lock:
                 if answer.pieces:
@@ -311,7 +319,7 @@ class AsyncTextStream:
                     if (error := answer.error) is not None:
                         raise error
                     raise StopAsyncIteration
-                answer.waiter = waiter = _Waiter()
+                answer.waiters.append(waiter := _Waiter())
             try:
                 await waiter.future
             except asyncio.CancelledError:
@@ -340,13 +348,13 @@ class AsyncTextStream:
     async def aclose(self) -> None:
         """End it here, and wait until what it added is taken back; one that has ended stays as it is."""
         answer = self._answer
-        with answer.worker.lock:
-            if answer.is_over or not self._has_begun:
-                return
-            waiter = _Waiter()
-            answer.closing.append(waiter)
-            self._cancel()
-        await waiter.future
+        self._cancel()
+        while self._has_begun:
+            with answer.worker.lock:
+                if answer.is_over:
+                    return
+                answer.waiters.append(waiter := _Waiter())
+            await waiter.future
 
     def _cancel(self) -> None:
         answer = self._answer
@@ -363,7 +371,8 @@ class AsyncTextStream:
         await self.aclose()
 
     def __del__(self) -> None:
-        if hasattr(self, "_answer"):
+        # Where the thread has ended, or is that of the process that this one was forked from, there is nothing to end.
+        if hasattr(self, "_answer") and self._answer.worker.thread.is_alive():
             self._cancel()
 
 
@@ -385,10 +394,14 @@ class AsyncSession:
         cls, model_path: str | os.PathLike[str], placement: Placement | SplitMode | str | None = None, **options: Any
     ) -> Self:
         """Load a model and open a context on another thread; arguments and errors are those of :meth:`Session.open`."""
-        opening = asyncio.ensure_future(asyncio.to_thread(partial(Session.open, model_path, placement, **options)))
+        cancel = threading.Event()
+        work = partial(Session.open, model_path, placement, **{"cancel": cancel, **options})
+        # No task: the end of a loop cancels all of them.
+        opening = asyncio.get_running_loop().run_in_executor(None, work)
         try:
             return cls(await asyncio.shield(opening))
         except asyncio.CancelledError:
+            cancel.set()
             opening.add_done_callback(_close_unwanted)
             raise
 
@@ -431,18 +444,9 @@ class AsyncSession:
         Returns:
             An async iterator of text; errors of arguments come with its first piece.
         """
-        make = partial(
-            self._session.text,
-            prompt,
-            n=n,
-            stop=stop,
-            sampler=SamplerSpec() if sampler is None and seq_id is None else sampler,
-            grammar=grammar,
-            processors=processors,
-            add_special=add_special,
-            parse_special=parse_special,
-        )
-        return AsyncTextStream(self, self._worker, lambda chosen: make(seq_id=chosen), seq_id)
+        make = partial(self._session.text, prompt, n=n, stop=stop, grammar=grammar, processors=processors)
+        make.keywords.update(add_special=add_special, parse_special=parse_special)
+        return self._stream(make, sampler, seq_id)
 
     def chat(
         self,
@@ -458,18 +462,16 @@ class AsyncSession:
         continue_final_message: Literal["content", "reasoning_content"] | None = None,
     ) -> AsyncTextStream:
         """Answer a chat, as :meth:`Session.chat`; arguments as for :meth:`text`."""
-        make = partial(
-            self._session.chat,
-            messages,
-            n=n,
-            stop=stop,
-            sampler=SamplerSpec() if sampler is None and seq_id is None else sampler,
-            grammar=grammar,
-            processors=processors,
-            chat_template_kwargs=chat_template_kwargs,
-            continue_final_message=continue_final_message,
-        )
-        return AsyncTextStream(self, self._worker, lambda chosen: make(seq_id=chosen), seq_id)
+        make = partial(self._session.chat, messages, n=n, stop=stop, grammar=grammar, processors=processors)
+        make.keywords.update(chat_template_kwargs=chat_template_kwargs, continue_final_message=continue_final_message)
+        return self._stream(make, sampler, seq_id)
+
+    def _stream(
+        self, make: Callable[..., TextStream], sampler: SamplerSpec | None, seq_id: int | None
+    ) -> AsyncTextStream:
+        # Whose answer was on a free sequence before says nothing of this one.
+        drawn = SamplerSpec() if sampler is None and seq_id is None else sampler
+        return AsyncTextStream(self, self._worker, lambda one: make(sampler=drawn, seq_id=one), seq_id)
 
     async def switch(self, target: Placement | SplitMode | str | None = None, **options: Any) -> SwitchOutcome:
         """Move the session into another placement, at a token boundary of all answers, which then go on.
@@ -558,6 +560,6 @@ class AsyncSession:
 
 
 def _close_unwanted(opening: asyncio.Future[Session]) -> None:
-    """Close a session for which nobody waited."""
+    """Close a session for which nobody waited, which may take a while."""
     if not opening.cancelled() and opening.exception() is None:
-        opening.result().close()
+        threading.Thread(target=opening.result().close, name="splitctl session").start()

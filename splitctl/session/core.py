@@ -313,8 +313,12 @@ class SessionCore:
             with self._live.engine.library.holding(everything=True):
                 yield
 
-    def _refuse_gone(self) -> None:
+    def refuse_fork(self) -> None:
+        """Raise llama_native.ForkedProcess in a fork of the process that opened the session."""
         self._live.turn.refuse_fork()
+
+    def _refuse_gone(self) -> None:
+        self.refuse_fork()
         if self.stage in {Stage.PARKED, Stage.CLOSED}:
             raise self._effects.gone(self._switcher.state)
 

@@ -13,7 +13,18 @@ from typing import Any
 import pytest
 
 from llama_native import Library
-from splitctl import AsyncSession, AsyncTextStream, Busy, ConfigInvalid, Parked, SamplerSpec, Session, SplitMode, Stage
+from splitctl import (
+    AsyncSession,
+    AsyncTextStream,
+    Busy,
+    Cancelled,
+    ConfigInvalid,
+    Parked,
+    SamplerSpec,
+    Session,
+    SplitMode,
+    Stage,
+)
 from splitctl.session import asynchronous
 from tests.real.conftest import base
 
@@ -201,5 +212,117 @@ def test_the_end_of_a_session_ends_its_answers(play: Play) -> None:
             await session.chat([{"role": "user", "content": "Hello"}]).read()
         with closing:
             await session.tokenize("x")
+        # Left by `async with` as well: nothing waits for a thread that has ended.
+        asked = session.text(PROMPTS[0])
+        for _ in range(2):
+            with closing:
+                async with asked:
+                    await anext(asked)
 
     play(scene)
+
+
+def test_an_answer_that_is_closed_in_its_last_step_is_taken_back(play: Play) -> None:
+    """It was cancelled before anybody could know that it had ended; one that fails in that step is no other."""
+
+    async def scene(session: AsyncSession) -> None:
+        loop = asyncio.get_running_loop()
+        held = await session.tokenize("What the sequence holds before")
+        await session.feed(held, 1)
+        before = await session.state_bytes(bare=True)
+        for fails in (False, True):
+            is_drawing, goes_on = asyncio.Event(), threading.Event()
+
+            def drawing(
+                _tokens: object, _row: object, told: asyncio.Event = is_drawing, fails: bool = fails,
+                go: threading.Event = goes_on,
+            ) -> None:  # fmt: skip
+                loop.call_soon_threadsafe(told.set)
+                go.wait(GUARD_S)
+                if fails:
+                    raise KeyError("mine")
+
+            stream = session.text([*held, *held], n=1, seq_id=1, processors=[drawing])
+            reading = asyncio.ensure_future(stream.read())
+            await is_drawing.wait()
+            closing = asyncio.ensure_future(stream.aclose())
+            loop.call_soon(goes_on.set)
+            await closing
+            with pytest.raises(Cancelled):
+                await reading
+            assert await session.state_bytes(bare=True) == before
+
+    play(scene)
+
+
+def test_whatever_ends_a_call_leaves_the_thread(play: Play) -> None:
+    """Errors that end threads and iterators, and a sequence that is none: who waits gets them, and others go on."""
+
+    def raises(error: BaseException) -> Callable[..., Any]:
+        def raised(*_: object) -> None:
+            raise error
+
+        return raised
+
+    async def scene(session: AsyncSession) -> None:
+        for error, kind in ((SystemExit(3), SystemExit), (StopIteration(), RuntimeError), (KeyError(), KeyError)):
+            with pytest.raises(kind):
+                await session.run(raises(error))
+            with pytest.raises(kind):
+                await session.text("x", processors=[raises(error)]).read()
+        with pytest.raises(RuntimeError, match="StopAsyncIteration"):
+            await session.text("x", processors=[raises(StopAsyncIteration())]).read()
+        for wrong in ([1], "1", False, -1, 1.5):
+            with pytest.raises(ConfigInvalid, match="0 to 3"):
+                await session.text("x", seq_id=wrong).read()  # type: ignore[arg-type]
+            with pytest.raises(ConfigInvalid, match="0 to 3"):
+                await session.feed([1], wrong)  # type: ignore[arg-type]
+        assert await session.text("x", n=1, seq_id=0).read() is not None
+
+    play(scene)
+
+
+def test_two_tasks_may_read_one_answer(play: Play) -> None:
+    """Each piece goes to one of them, and the end to both."""
+
+    async def scene(session: AsyncSession) -> None:
+        stream = session.text(PROMPTS[0], n=N, sampler=GREEDY)
+        pieces: list[str] = []
+
+        async def reads() -> None:
+            async for piece in stream:
+                pieces.append(piece)  # noqa: PERF401 - both add to it, in the order of the pieces
+
+        await asyncio.gather(reads(), reads())
+        assert "".join(pieces) == stream.text == await session.text(PROMPTS[0], n=N, sampler=GREEDY).read()
+
+    play(scene)
+
+
+def test_a_session_that_nobody_waits_for_any_more_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its load is ended early, also by the end of the loop; one that has opened is not closed by the loop's thread."""
+    closed_by: list[threading.Thread] = []
+    is_opening, is_closed = threading.Event(), threading.Event()
+
+    class Opened:
+        def close(self) -> None:
+            closed_by.append(threading.current_thread())
+            is_closed.set()
+
+    def opened(*_: object, cancel: threading.Event) -> Opened:
+        is_opening.set()
+        assert cancel.wait(GUARD_S)
+        return Opened()
+
+    monkeypatch.setattr(Session, "open", opened)
+
+    async def main() -> None:
+        opening = asyncio.ensure_future(AsyncSession.open("model.gguf"))
+        await asyncio.to_thread(is_opening.wait, GUARD_S)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+
+    asyncio.run(main())
+    assert is_closed.wait(GUARD_S)
+    assert closed_by != [threading.current_thread()]

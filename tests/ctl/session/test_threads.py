@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from llama_native import ForkedProcess, Library
+from splitctl import AsyncSession
 from splitctl.placement import SplitMode
 from tests.ctl import scenes
 from tests.ctl.scenes import Scene
@@ -138,6 +140,7 @@ def test_a_generation_without_a_limit_goes_on_after_a_switch_of_another_thread(m
 def child_fork(path: str, model: str) -> dict[str, Any]:
     session = scenes.start(Library.open(path), model, Scene())
     target = session.placement.changed(n_ctx=2048)
+    served = AsyncSession(session)
     calls: dict[str, Callable[[], Any]] = {
         "check": lambda: session.check(target),
         "switch": lambda: session.switch(target),
@@ -145,10 +148,14 @@ def child_fork(path: str, model: str) -> dict[str, Any]:
         "tokenize": lambda: session.tokenize("x"),
         "save": lambda: session.save("x"),
         "close": session.close,
+        "async run": lambda: asyncio.run(served.tokenize("x")),
+        "async text": lambda: asyncio.run(served.text("x").read()),
+        "async close": lambda: asyncio.run(served.close()),
     }
     found = {}
     for name, call in calls.items():
-        with session._live.placing, session._live.turn._mutex:  # as other threads hold them at any time
+        # As other threads hold them at any time.
+        with session._live.placing, session._live.turn._mutex, served._worker.lock:
             pid = os.fork()
             if pid == 0:
                 signal.alarm(20)  # its default ends the process
@@ -158,7 +165,7 @@ def child_fork(path: str, model: str) -> dict[str, Any]:
                     os._exit(3)
                 os._exit(4)
             found[name] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    session.close()
+    asyncio.run(served.close())
     return found
 
 
