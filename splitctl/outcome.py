@@ -293,6 +293,28 @@ class SwitchOutcome:
             "stages_gb_s": self._rates(),
         }
 
+    def _repr_html_(self) -> str:
+        """Show the outcome as a table in a notebook: how it ended, why, and where the time went."""
+        from html import escape  # noqa: PLC0415 - its names of characters are loaded for nothing else
+
+        plain = self.to_json()
+        title = f"switch to {self.requested.value}: {self.status.value}"
+        stages, sums = table_rows(plain)
+        said = [("serves in", "nothing: it is parked" if self.effective is None else self.effective.value)]
+        said += [("reason", self.reason)] if self.reason else []
+        said += [("converted", one) for one in self.conversions]
+
+        def row(*cells: str, tag: str = "td") -> str:
+            return "<tr>" + "".join(f"<{tag}>{escape(one)}</{tag}>" for one in cells) + "</tr>"
+
+        wide = "".join(
+            f'<tr><td>{escape(name)}</td><td colspan="2" style="text-align: left">{escape(text)}</td></tr>'
+            for name, text in said
+        )
+        times = "".join([row("stage", "time", "GB/s", tag="th"), *(row(*one) for one in stages)])
+        whole = "".join(row(*one, "") for one in sums)
+        return f"<table><caption>{escape(title)}</caption><tbody>{wide}{times}{whole}</tbody></table>"
+
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> SwitchOutcome:
         """Read what `to_json` gave, of another release too: what is left out has its default, what is new is left out.
@@ -322,6 +344,48 @@ class SwitchOutcome:
             if one.name in moved:
                 rates[one.name] = n_bytes / ms / 1e6 if ms and n_bytes else None
         return rates
+
+
+def mib(n_bytes: float | None) -> str:
+    """Show a size in bytes, for example "37.5 MiB"; "-" when it is not known."""
+    return "-" if n_bytes is None else f"{n_bytes / _MIB:,.1f} MiB"
+
+
+def ms(value: float | None) -> str:
+    """Show a duration, for example "12.3 ms"; "-" when it is not known."""
+    return "-" if value is None else f"{value:,.1f} ms"
+
+
+_MIB = 1024 * 1024
+
+
+def table_rows(outcome: Mapping[str, Any]) -> tuple[list[tuple[str, str, str]], list[tuple[str, str]]]:
+    """Lay out the outcome object of the contract for people.
+
+    Returns:
+        For each stage its name, time and rate; then names and values of the whole.
+    """
+    rates = outcome.get("stages_gb_s") or {}
+    stages = [
+        (stage, ms(value), "" if rates.get(stage) is None else f"{rates[stage]:,.2f}")
+        for stage, value in (outcome.get("stages_ms") or {}).items()
+        if stage != Stage.SWITCHING_NATIVELY.value or value is not None
+    ]
+    sums = [("total", ms(outcome.get("total_ms")))]
+    if outcome.get("fallback_ms") is not None:
+        sums.append(("of it falling back", ms(outcome["fallback_ms"])))
+    if outcome.get("pause_ms") is not None:
+        sums.append(("pause", ms(outcome["pause_ms"])))
+    sums.append(("state", mib(outcome.get("state_bytes"))))
+    if outcome.get("ahead_bytes"):
+        sums.append(("of it before the pause", mib(outcome["ahead_bytes"])))
+    if outcome.get("carry_pinned") is not None:
+        sums.append(("state through", "pinned memory" if outcome["carry_pinned"] else "unpinned memory"))
+    sums.append(("weights", mib(outcome.get("weight_bytes"))))
+    if outcome.get("weights") is not None:
+        sums.append(("weights from", str(outcome["weights"])))
+    sums.append(("tokens carried", str(outcome.get("n_tokens"))))
+    return stages, sums
 
 
 _ENUMS: dict[str, type[Enum]] = {"status": SwitchStatus, "stage": Stage, "via": Via, "weights": WeightsTier}

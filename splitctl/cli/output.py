@@ -23,9 +23,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 
 from splitctl.ipc.jobs import Fault, Progress
-from splitctl.outcome import Stage
-
-_MIB = 1024 * 1024
+from splitctl.outcome import table_rows
 
 
 class ExitCode(enum.IntEnum):
@@ -234,41 +232,16 @@ class Screen:
             self._stage = ""
 
 
-def mib(n_bytes: float | None) -> str:
-    """Show a size in bytes, for example "37.5 MiB"; "-" when it is not known."""
-    return "-" if n_bytes is None else f"{n_bytes / _MIB:,.1f} MiB"
-
-
-def ms(value: float | None) -> str:
-    """Show a duration, for example "12.3 ms"; "-" when it is not known."""
-    return "-" if value is None else f"{value:,.1f} ms"
-
-
 def switch_table(outcome: Mapping[str, Any]) -> Table:
     """Lay out the stages of a switch, from the outcome object of the contract."""
     table = Table(title=f"switch to {outcome.get('requested')}: {outcome.get('status')}", title_justify="left")
     table.add_column("stage")
     table.add_column("time", justify="right")
     table.add_column("GB/s", justify="right")
-    rates = outcome.get("stages_gb_s") or {}
-    for stage, value in (outcome.get("stages_ms") or {}).items():
-        if stage == Stage.SWITCHING_NATIVELY.value and value is None:
-            continue
-        rate = rates.get(stage)
-        table.add_row(stage, ms(value), "" if rate is None else f"{rate:,.2f}")
+    stages, sums = table_rows(outcome)
+    for stage in stages:
+        table.add_row(*stage)
     table.add_section()
-    table.add_row("total", ms(outcome.get("total_ms")))
-    if outcome.get("fallback_ms") is not None:
-        table.add_row("of it falling back", ms(outcome["fallback_ms"]))
-    if outcome.get("pause_ms") is not None:
-        table.add_row("pause", ms(outcome["pause_ms"]))
-    table.add_row("state", mib(outcome.get("state_bytes")))
-    if outcome.get("ahead_bytes"):
-        table.add_row("of it before the pause", mib(outcome["ahead_bytes"]))
-    if outcome.get("carry_pinned") is not None:
-        table.add_row("state through", "pinned memory" if outcome["carry_pinned"] else "unpinned memory")
-    table.add_row("weights", mib(outcome.get("weight_bytes")))
-    if outcome.get("weights") is not None:
-        table.add_row("weights from", str(outcome["weights"]))
-    table.add_row("tokens carried", str(outcome.get("n_tokens")))
+    for one in sums:
+        table.add_row(*one)
     return table

@@ -10,12 +10,13 @@ from typing import Any
 import click
 
 from splitctl.cli.hosts import STATUS_S, address_of, ask_host, session_option, with_screen
-from splitctl.cli.output import ExitCode, Screen, mib, one_line
+from splitctl.cli.output import ExitCode, Screen, one_line
 from splitctl.cli.switch import outcome_line
 from splitctl.control.client import HostGone, ask
 from splitctl.control.requests import PolicyRequest, RestoreRequest, SaveRequest, StatusRequest, StopRequest
 from splitctl.control.sockets import Address, NoSuchSession, runtime_folder, sessions
 from splitctl.ipc.jobs import RequestFailed
+from splitctl.outcome import mib
 from splitctl.placement import Placement
 
 _FILE = click.Path(path_type=Path)

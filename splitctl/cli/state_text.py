@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 import statecodec
-from splitctl.cli.output import mib
 from splitctl.cli.state_diff import rotation_of
 from splitctl.cli.state_file import CarryAround, StateFile
+from splitctl.outcome import mib
 from statecodec import AttentionSection, Columns, KvStream, OpaqueSection, RecurrentSection, Rows, Section, StateImage
 
 _FIRST_TOKENS = 16

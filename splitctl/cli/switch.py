@@ -16,7 +16,6 @@ from splitctl.cli.output import (
     ExitCode,
     Screen,
     error_body,
-    mib,
     one_line,
     print_json,
     switch_table,
@@ -24,7 +23,7 @@ from splitctl.cli.output import (
 from splitctl.control.client import Call, ControlAnswer, wait
 from splitctl.control.requests import CheckRequest, SwitchRequest
 from splitctl.ipc.jobs import Progress
-from splitctl.outcome import Route, SwitchOptions, Via, WeightsTier
+from splitctl.outcome import Route, SwitchOptions, Via, WeightsTier, mib
 from splitctl.placement import Changes, Placement, SplitMode
 
 _STDIN = 0

@@ -23,13 +23,13 @@ from splitctl.cli.options import (
     rpc_option,
     verbose_option,
 )
-from splitctl.cli.output import EXIT_OF_FAULT, ExitCode, Screen, mib, one_line
+from splitctl.cli.output import EXIT_OF_FAULT, ExitCode, Screen, one_line
 from splitctl.cli.prompts import read_prompt
 from splitctl.ipc.jobs import Progress
 from splitctl.ipc.probes import DEADLINE_S, verdicts_file
 from splitctl.ipc.verifying import Verification, Verifier, VerifyReport
 from splitctl.model.facts import ModelFacts, read_facts
-from splitctl.outcome import to_plain
+from splitctl.outcome import mib, to_plain
 from splitctl.placement import KV_TYPES, Placement, PlacementInvalid, SplitMode, parse_tensor_split
 from splitctl.probing import VerdictCache
 from splitctl.probing.comparing import nmse_limit, widened

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -136,3 +137,19 @@ def test_plain_forms() -> None:
     for strange in (object(), Sample, b"bytes"):
         with pytest.raises(TypeError, match="has no JSON form"):
             to_plain(strange)
+
+
+def test_an_outcome_is_a_table_in_a_notebook() -> None:
+    """It says how it ended, why, and the times of the stages, as well-formed markup that nothing in a reason breaks."""
+    reason = "wanted <b>3 GiB</b> & found 1"
+    shown = replace(FELL_BACK, reason=reason, conversions=("K f16 to <q8_0>",))._repr_html_()
+    table = ET.fromstring(shown)  # noqa: S314 - made here
+    assert table.tag == "table"
+    assert table.findtext("caption") == "switch to tensor: fell_back"
+    rows = {row[0].text: row[1].text for row in table.iter("tr")}
+    assert (rows["serves in"], rows["reason"], rows["converted"]) == ("layer", reason, "K f16 to <q8_0>")
+    assert (rows["building"], rows["proving"], rows["total"]) == ("12.0 ms", "-", "40.0 ms")
+    assert "<b>" not in shown
+    parked = replace(FELL_BACK, status=SwitchStatus.PARKED, effective_placement=None)._repr_html_()
+    assert "nothing: it is parked" in parked
+    assert "reason" not in SWITCHED._repr_html_()
