@@ -217,7 +217,7 @@ def test_names_in_extending_are_in_the_files_beside_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["ci/setup", "ci/model", "ci/builds", "ci/test", "ci/check", "ci/demo", "ci/fuzz", ".ci/run"]
+    "name", ["ci/setup", "ci/model", "ci/builds", "ci/test", "ci/check", "ci/demo", "ci/fuzz", "ci/packages", ".ci/run"]
 )
 def test_scripts_can_be_run(name: str) -> None:
     """The scripts that the README names are executable and stop at the first error."""
