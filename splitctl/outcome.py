@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from splitctl.errors import Reason
-from splitctl.placement import Placement
+from splitctl.placement import Placement, flag, word
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,6 +62,13 @@ class SwitchOptions:
     convert: bool = True
     force: bool = False
     via: Route = Route.AUTO
+
+    def __post_init__(self) -> None:
+        """Take words for enums; raises ConfigInvalid for what is neither."""
+        object.__setattr__(self, "proof", word("proof", self.proof, Proof))
+        object.__setattr__(self, "via", word("via", self.via, Route))
+        flag("convert", self.convert)
+        flag("force", self.force)
 
 
 class WeightsTier(Enum):

@@ -14,9 +14,11 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from splitctl.errors import ConfigInvalid
+
+Word = TypeVar("Word", bound=enum.Enum)
 
 #: What `type_k` and `type_v` may be.  Source: `kv_cache_types` in llama.cpp's common/arg.cpp.
 KV_TYPES: tuple[str, ...] = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
@@ -336,6 +338,29 @@ def number(value: object) -> float | None:
         return None if isinstance(value, str | bytes | bool) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         return None
+
+
+def word(name: str, value: object, kind: type[Word]) -> Word:
+    """Read an enum, or its word; raises ConfigInvalid with all words."""
+    try:
+        return kind(value.lower() if isinstance(value, str) else value)
+    except ValueError as error:
+        raise ConfigInvalid(name, value, "one of " + " ".join(one.value for one in kind)) from error
+
+
+def flag(name: str, value: object) -> bool:
+    """Refuse anything but True or False: a text such as "no" would count as True."""
+    if not isinstance(value, bool):
+        raise ConfigInvalid(name, value, "True or False")
+    return value
+
+
+def seconds(name: str, value: object) -> float | None:
+    """Read a time, seconds, or None for any; raises ConfigInvalid."""
+    found = None if value is None else number(value)
+    if value is not None and (found is None or not 0.0 <= found < math.inf):
+        raise ConfigInvalid(name, value, "seconds, 0 or more, or None for as long as it takes")
+    return found
 
 
 def _fitting(name: str, value: object) -> Any:

@@ -15,6 +15,9 @@ from splitctl.placement import number, whole
 RANDOM_SEED = 0xFFFFFFFF
 """The seed that asks for a random one (llama.cpp's LLAMA_DEFAULT_SEED)."""
 
+MAX_GRAMMAR = 1 << 20
+"""More than any grammar of use; reading one takes the library's time and memory [characters]."""
+
 _I32_MAX = (1 << 31) - 1
 _F64_MAX = sys.float_info.max
 
@@ -137,6 +140,10 @@ def _fitting(name: str, value: object, param: SamplerParam) -> float | tuple[str
         texts = (value,) if isinstance(value, str) else value
         if not isinstance(texts, Sequence) or not all(isinstance(text, str) and text for text in texts):
             raise ConfigInvalid(name, value, param.wanted)
+        try:
+            "".join(texts).encode()
+        except UnicodeEncodeError as error:
+            raise ConfigInvalid(name, value, "texts that UTF-8 can hold (one has half a character)") from error
         return tuple(texts)
     found = whole(value) if isinstance(param.default, int) else number(value)
     if found is None or not param.low <= found <= param.high:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from splitctl.client.asks import limit, seconds
+from splitctl.client.asks import limit
 from splitctl.client.errors import ClientClosed, ServerUnreachable
 from splitctl.client.values import Restarted
 from splitctl.client.web import WebAddress, WebCall, web_address
@@ -19,6 +19,7 @@ from splitctl.control.client import Call, ControlAnswer, ControlEvent
 from splitctl.control.requests import ControlRequest, StatusRequest
 from splitctl.control.sockets import NoSuchSession, checked_name, find, runtime_folder
 from splitctl.errors import ConfigInvalid, DeadlineExceeded
+from splitctl.placement import seconds
 
 #: What is raised while nobody serves.
 NOBODY = (NoSuchSession, ServerUnreachable)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from splitctl.carry.sampling import SamplerSpec
+from splitctl.carry.sampling import MAX_GRAMMAR, SamplerSpec
 from splitctl.engine.engine import LoadedAdapter
 from splitctl.engine.sampler import Constraints
 from splitctl.errors import ConfigInvalid
-from splitctl.outcome import Proof, Route, WeightsTier
 from splitctl.placement import Placement, SplitMode, number, whole
 
 if TYPE_CHECKING:
@@ -23,13 +24,12 @@ if TYPE_CHECKING:
 
 Row = TypeVar("Row")
 
-#: More than any grammar of use; reading one takes the library's time and memory [characters].
-_MAX_GRAMMAR = 1 << 20
-
 
 def target_of(value: object, changes: Mapping[str, object], now: Placement) -> Placement:
     """Read a placement, or what is to change of the one of now: a mode or its word, and fields by name."""
     if isinstance(value, str | SplitMode):
+        if "mode" in changes:
+            raise ConfigInvalid("mode", changes["mode"], "one mode, first or by name")
         changes, value = {"mode": value, **changes}, None
     elif value is not None and not isinstance(value, Placement):
         wanted = "a split mode such as 'tensor', or a Placement such as session.placement.changed(mode='tensor')"
@@ -40,14 +40,6 @@ def target_of(value: object, changes: Mapping[str, object], now: Placement) -> P
         )
     place = now if value is None else value
     return place.changed(**changes) if changes else place
-
-
-def tier_of(value: object) -> WeightsTier:
-    """Read where weights come from, or its word."""
-    try:
-        return WeightsTier(value)
-    except ValueError as error:
-        raise ConfigInvalid("weights", value, "one of " + " ".join(one.value for one in WeightsTier)) from error
 
 
 def messages_of(value: object) -> tuple[Mapping[str, Any], ...]:
@@ -70,8 +62,8 @@ def constraints_of(grammar: object, processors: object) -> Constraints:
     """Read a grammar's text, and what changes logits."""
     if not isinstance(grammar, str):
         raise ConfigInvalid("grammar", grammar, 'a grammar in GBNF, such as \'root ::= "yes" | "no"\'')
-    if len(grammar) > _MAX_GRAMMAR:
-        raise ConfigInvalid("grammar", f"{len(grammar)} characters", f"{_MAX_GRAMMAR} at most")
+    if len(grammar) > MAX_GRAMMAR:
+        raise ConfigInvalid("grammar", f"{len(grammar)} characters", f"{MAX_GRAMMAR} at most")
     given: object = (processors,) if callable(processors) else processors
     found = tuple(given) if isinstance(given, Iterable) else (None,)
     if not all(map(callable, found)):
@@ -106,14 +98,15 @@ def rows_of(value: object, reader: Callable[[object], Row]) -> dict[int, Row] | 
 
 def logits_of(value: object, n_vocab: int) -> NDArray[np.float32]:
     """Read a row of logits, or rows of which the last one counts."""
+    wanted = f"float32[{n_vocab}] of numbers"
     try:
         row = np.array(value, np.float32)
     except (TypeError, ValueError) as error:
-        raise ConfigInvalid("logits", value, f"float32[{n_vocab}]") from error
+        raise ConfigInvalid("logits", value, wanted) from error
     if row.ndim == 2 and len(row):
         row = row[-1]
-    if row.shape != (n_vocab,):
-        raise ConfigInvalid("logits", f"{row.dtype}{list(row.shape)}", f"float32[{n_vocab}]")
+    if row.shape != (n_vocab,) or not bool((row < np.inf).all()):
+        raise ConfigInvalid("logits", f"{row.dtype}{list(row.shape)}", wanted)
     return row
 
 
@@ -144,8 +137,8 @@ def text_of(value: object, model: Model) -> str | bytes:
 def tokens_of(value: object, n_vocab: int) -> list[int]:
     """Read a prompt: token ids of a vocabulary of ``n_vocab``, one at least; numpy's are as good as a list."""
     wanted = f"token ids, 0 to {n_vocab - 1} (session.tokenize makes them)"
-    # A text is a sequence too, and bytes would be taken for the memory of an array.
-    if isinstance(value, str | bytes | bytearray) or not isinstance(value, Iterable):
+    # A text is a sequence too, bytes would be taken for the memory of an array, and a set has no order.
+    if isinstance(value, str | bytes | bytearray | AbstractSet | Mapping) or not isinstance(value, Iterable):
         raise ConfigInvalid("tokens", value, wanted)
     try:
         tokens = array("i", value)
@@ -181,25 +174,15 @@ def sequences_of(value: object) -> Sequence[object]:
     return tuple(value)
 
 
-def proof_of(value: object) -> Proof:
-    """Read a proof, or its word."""
-    try:
-        return Proof(value)
-    except ValueError as error:
-        raise ConfigInvalid("proof", value, "one of " + " ".join(one.value for one in Proof)) from error
+def path_of(name: str, value: object) -> Path:
+    """Read the path of a file."""
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ConfigInvalid(name, value, "the path of a file")
+    return Path(text)
 
 
-def route_of(value: object) -> Route:
-    """Read a route, or its word."""
-    try:
-        return Route(value)
-    except ValueError as error:
-        raise ConfigInvalid("via", value, "one of " + " ".join(one.value for one in Route)) from error
-
-
-def timeout_of(value: object) -> float | None:
-    """Read seconds, or None for as long as it takes."""
-    found = None if value is None else number(value)
-    if value is not None and (found is None or not found >= 0):
-        raise ConfigInvalid("timeout_s", value, "seconds, 0 or more, or None for as long as it takes")
-    return found
+def callable_of(name: str, value: object, wanted: str) -> None:
+    """Refuse what cannot be called, but None."""
+    if value is not None and not callable(value):
+        raise ConfigInvalid(name, value, f"None, or {wanted}")

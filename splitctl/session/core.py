@@ -6,9 +6,10 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Self
 
 from llama_native import HandleClosed
+from splitctl.engine.sampler import grammar_on
 from splitctl.errors import ConfigInvalid
 from splitctl.outcome import Proof, Stage
-from splitctl.placement import whole
+from splitctl.placement import flag, whole, word
 from splitctl.session import arguments
 from splitctl.session.decoder import Decoder, Held
 from splitctl.session.handing import Handing
@@ -129,6 +130,7 @@ class SessionCore:
         """
         model = self.model
         text = arguments.text_of(text, model)
+        add_special, parse_special = flag("add_special", add_special), flag("parse_special", parse_special)
         with suppress(HandleClosed):
             return model.tokenize(text, add_special=add_special, parse_special=parse_special)
         with self._working("tokenizing"):
@@ -185,6 +187,7 @@ class SessionCore:
         n_draws: int = 0,
         pending: int | None = None,
         constraints: Constraints | None = None,
+        n_ruled: int = 0,
     ) -> None:
         """Make a sequence that holds its prompt ready to be stepped.
 
@@ -194,13 +197,20 @@ class SessionCore:
             n_draws: random draws that were made before.
             pending: the token that was drawn last and is not decoded yet; None: none was.
             constraints: what is done to logits before; None: nothing.
+            n_ruled: tokens of the sequence, the newest ones, that were drawn under its grammar before.
         """
         with self._working("beginning to generate"):
             slot = self._slot(seq_id)
             if pending is not None:
                 slot.tokens.append(pending)
             if sampler is not None:
-                self._decoder.put_sampler(slot, sampler, n_draws, constraints)
+                self._decoder.put_sampler(slot, sampler, n_draws, constraints, n_ruled)
+
+    def refuse_unreadable(self, grammar: str) -> None:
+        """Raise ConfigInvalid for a grammar in GBNF that the library cannot read; empty is none."""
+        if grammar:
+            with self._working("reading a grammar"):
+                grammar_on(self._live.model, grammar).close()
 
     def step(self, seq_ids: Sequence[int]) -> dict[int, Token | Exception]:
         """Generate one token for each of several sequences, in one decode; one that cannot draw stops no other.
@@ -282,7 +292,7 @@ class SessionCore:
             Bytes held for carries now; what would not leave the host as much again stays unreserved.
         """
         with self._working("reserving memory"):
-            n_copies = 2 if arguments.proof_of(proof) is Proof.BYTES else 1
+            n_copies = 2 if word("proof", proof, Proof) is Proof.BYTES else 1
             return self._live.reserve(arguments.count_of("n_tokens", n_tokens), n_copies=n_copies, wait=wait)
 
     def n_state_bytes(self) -> int | None:

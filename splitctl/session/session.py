@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from llama_native import Library
 from splitctl.carry.sampling import SamplerSpec
-from splitctl.engine.sampler import grammar_on
 from splitctl.errors import ConfigInvalid, Reason
 from splitctl.ipc.stop_texts import StopTexts
 from splitctl.outcome import Proof, Route, Stage, SwitchOptions, SwitchOutcome, WeightsTier
-from splitctl.placement import Placement, SplitMode
+from splitctl.placement import Placement, SplitMode, flag, seconds, word
 from splitctl.session import arguments, embedding, prompts
 from splitctl.session.core import SessionCore
 from splitctl.session.opening import open_parts
@@ -31,13 +32,12 @@ from splitctl.switching.switcher import complete
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy as np
     from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Buffer
 
-    from llama_native import Library
     from splitctl.carry.arena import Arenas
     from splitctl.carry.sampling import Token
     from splitctl.engine.host_copy import HostCopy
@@ -101,20 +101,24 @@ class Session(SessionCore):
             ConfigInvalid: the placement cannot be for this model and library.
             llama_native.NativeError: no library, or it refused the model or the context.
         """
+        arguments.callable_of("progress", progress, "a function of the loaded share")
+        arguments.callable_of("cancel", getattr(cancel, "is_set", cancel), "a threading.Event")
+        if not isinstance(library, Library | None):
+            raise ConfigInvalid("library", library, "a Library, such as Library.open(path) gives")
         parts = open_parts(
-            os.fspath(model_path),
+            str(arguments.path_of("model_path", model_path)),
             Placement() if placement is None else arguments.target_of(placement, {}, Placement()),
             library,
             arguments.adapters_of(adapters),
-            embeddings=embeddings,
+            embeddings=flag("embeddings", embeddings),
             prober=prober,
             cancel=cancel,
             progress=progress,
-            force=force,
+            force=flag("force", force),
             arenas=arenas,
             on_tick=on_tick,
             files=files,
-            weights=arguments.tier_of(weights),
+            weights=word("weights", weights, WeightsTier),
             copy=copy,
         )
         return cls(*parts)
@@ -139,17 +143,23 @@ class Session(SessionCore):
             Cancelled: the cancel flag was set; the sequence keeps what was read.
         """
         slot, tokens = self._slot(seq_id), arguments.tokens_of(tokens, self._live.n_vocab)
+        arguments.callable_of("progress", progress, "a function of the tokens done and all")
         with self._working("reading a prompt"):
             if self._live.is_encoder_decoder and not slot.encoder_tokens.size:
                 self._decoder.encode_prompt(slot, tokens)
                 tokens = [self._live.decoder_start]
             self._decoder.decode_pending([slot])
-            self._live.check_room(seq_id, len(tokens))
+            self._live.check_room(slot.seq_id, len(tokens))
+        self._read_all(slot.seq_id, tokens, 0, progress)
+
+    def _read_all(
+        self, seq_id: int, tokens: Sequence[int], n_kept: int, progress: Callable[[int, int], None] | None
+    ) -> None:
         done, n = 0, len(tokens)
         while done < n:
             done += self.read(seq_id, tokens[done:])
             if progress is not None:
-                progress(done, n)
+                progress(n_kept + done, n_kept + n)
 
     def generate(self, seq_id: int = 0, *, n: int = -1, sampler: SamplerSpec | None = None) -> Iterator[Token]:
         """Generate, one token a step; a switch may come between any two.
@@ -250,6 +260,8 @@ class Session(SessionCore):
             ChatTemplateFailed: no template, a broken one, or one that refuses these messages.
             ConfigInvalid: an argument is of another kind, or the model has no tokenizer.
         """
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            raise ConfigInvalid("chat_template_kwargs", chat_template_kwargs, "variables of the template, by name")
         text = prompts.chat_text(
             self,
             arguments.messages_of(messages),
@@ -274,9 +286,7 @@ class Session(SessionCore):
         if sampler is not None:
             spec, n_draws = arguments.sampler_of(sampler), 0
         constraints = arguments.constraints_of(grammar, processors)
-        if grammar:
-            with self._working("reading a grammar"):
-                grammar_on(self._live.model, grammar).close()
+        self.refuse_unreadable(grammar)
         return TextStream(
             self,
             arguments.tokens_of(prompt, self._live.n_vocab),
@@ -306,15 +316,12 @@ class Session(SessionCore):
             Cancelled: the cancel flag was set; the sequence keeps what was read.
         """
         slot, tokens = self._slot(seq_id), arguments.tokens_of(tokens, self._live.n_vocab)
+        arguments.callable_of("progress", progress, "a function of the tokens done and all")
         self.refuse_without_room(tokens, slot.seq_id)
         with self._working("making ready for a prompt"):
             filling = self._decoder.refill(slot, tokens)
-        done, n = 0, len(filling.rest)
-        while done < n:
-            done += self.read(slot.seq_id, filling.rest[done:])
-            if progress is not None:
-                progress(filling.n_kept + done, filling.n_kept + n)
-        return Fed(filling.n_kept, n)
+        self._read_all(slot.seq_id, filling.rest, filling.n_kept, progress)
+        return Fed(filling.n_kept, len(filling.rest))
 
     def embed(
         self,
@@ -386,10 +393,9 @@ class Session(SessionCore):
             ConfigInvalid: an argument is of another kind, or the grammar cannot be read.
         """
         constraints = arguments.constraints_of(grammar, processors)
+        self.refuse_unreadable(grammar)
         with self._working("setting a sampler"):
             slot, spec = self._slot(seq_id), arguments.sampler_of(spec)
-            if grammar:
-                grammar_on(self._live.model, grammar).close()
             if slot.sampler is None or (slot.sampler.spec, slot.sampler.constraints) != (spec, constraints):
                 self._decoder.put_sampler(slot, spec, 0, constraints)
 
@@ -455,7 +461,9 @@ class Session(SessionCore):
             Parked: the session serves no more.
         """
         self._refuse_gone()
-        target, options = self._target(target, changes), options or SwitchOptions()
+        target, options = self._target(target, changes), SwitchOptions() if options is None else options
+        if not isinstance(options, SwitchOptions):
+            raise ConfigInvalid("options", options, "SwitchOptions, such as SwitchOptions(convert=False)")
         return self._checker.switching(self._live, target, options)
 
     def switch(
@@ -494,8 +502,11 @@ class Session(SessionCore):
             Parked: the session serves no more.
         """
         live, found = self._live, checked
-        wanted, timeout_s = self._target(target, changes), arguments.timeout_of(timeout_s)
-        asked = SwitchOptions(arguments.proof_of(proof), convert, force, arguments.route_of(via))
+        wanted, timeout_s = self._target(target, changes), seconds("timeout_s", timeout_s)
+        arguments.callable_of("progress", progress, "a function of the stage and its share")
+        if not isinstance(checked, Checked | None):
+            raise ConfigInvalid("checked", checked, "what session.check() gave")
+        asked = SwitchOptions(proof, convert, force, via)  # type: ignore[arg-type] # it takes words
         options = asked if checked is None else checked.options
 
         def check() -> tuple[Reason, ...]:
@@ -528,7 +539,7 @@ class Session(SessionCore):
             CarryNotWritten: what was at the path before is still there.
         """
         with self._working("saving"):
-            return self._storage.save(path, self._effects.transfer)
+            return self._storage.save(arguments.path_of("path", path), self._effects.transfer)
 
     def restore(self, path: str | os.PathLike[str]) -> Restored:
         """Replace everything the session holds with what :meth:`save`, the library or its server wrote to a file.
@@ -541,7 +552,7 @@ class Session(SessionCore):
             CarryMismatch: it belongs to another model; the session is as it was.
         """
         with self._working("restoring"):
-            return self._storage.restore(path, self._effects.transfer)
+            return self._storage.restore(arguments.path_of("path", path), self._effects.transfer)
 
     def _target(self, target: object, changes: Mapping[str, Any]) -> Placement:
         return complete(arguments.target_of(target, changes, self._live.placement), self._live.placement)

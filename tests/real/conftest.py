@@ -21,7 +21,9 @@ from splitctl import FlashAttn, Placement, SamplerSpec, Session, SplitMode, Swit
 from splitctl.ipc.probes import Prober
 from splitctl.model.facts import read_facts
 from splitctl.outcome import Route, WeightsTier
+from splitctl.placement import FLAGS
 from splitctl.probing import VerdictCache
+from splitctl.session.arguments import target_of
 from splitctl.switching.own_call import BY_THE_CALL
 from splitctl.switching.switcher import complete
 from tests.ctl import one_kv_head
@@ -49,8 +51,10 @@ def _by_the_route_under_test(library: Library) -> Iterator[None]:
     assert VIA is not Route.NATIVE or library.has("native-switch")
     switch = Session.switch
 
-    def routed(session: Session, target: Placement, **named: Any) -> SwitchOutcome:
-        return switch(session, target, **{"via": _route_of(session, target), **named})
+    def routed(session: Session, target: Placement | str | None = None, **named: Any) -> SwitchOutcome:
+        changes = {name: value for name, value in named.items() if name in FLAGS}
+        wanted = target_of(target, changes, session.placement)
+        return switch(session, target, **{"via": _route_of(session, wanted), **named})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Session, "switch", routed)

@@ -79,6 +79,31 @@ WRONG: list[tuple[Callable[[Any], Any], str, str]] = [
     (lambda s: s.switch(s.placement, proof=1), "proof", "bytes positions off"),
     (lambda s: s.switch(s.placement, timeout_s="60"), "timeout_s", "seconds"),
     (lambda s: s.switch(s.placement, timeout_s=-1), "timeout_s", "seconds"),
+    (lambda s: s.switch(s.placement, timeout_s=float("nan")), "timeout_s", "seconds"),
+    (lambda s: s.switch(s.placement, force="no"), "force", "True or False"),
+    (lambda s: s.switch(s.placement, convert=0), "convert", "True or False"),
+    (lambda s: s.switch(s.placement, via="moon"), "via", "in-place native"),
+    (lambda s: s.switch(s.placement, progress=5), "progress", "the stage and its share"),
+    (lambda s: s.switch(s.placement, checked=True), "checked", "session.check()"),
+    (lambda s: s.switch("layer", mode="tensor"), "mode", "one mode"),
+    (lambda s: s.check("tensor", {"convert": False}), "options", "SwitchOptions(convert=False)"),
+    (lambda s: s.tokenize("x", add_special="no"), "add_special", "True or False"),
+    (lambda s: s.text("x", parse_special=None), "parse_special", "True or False"),
+    (lambda s: s.text("x", stop="\ud800"), "stop", "UTF-8 can hold"),
+    (lambda s: s.text("x", stop=["a", "b\ud800"]), "stop", "UTF-8 can hold"),
+    (lambda s: s.text({1, 2}), "tokens", "session.tokenize"),
+    (lambda s: s.prefill({1: 2}), "tokens", "session.tokenize"),
+    (lambda s: s.prefill(np.array([[1], [2]])), "tokens", "session.tokenize"),
+    (lambda s: s.prefill([float("nan")]), "tokens", "session.tokenize"),
+    (lambda s: s.prefill([1], progress=5), "progress", "the tokens done and all"),
+    (lambda s: s.feed([1], progress="x"), "progress", "the tokens done and all"),
+    (lambda s: s.chat([{"role": "user", "content": "x"}], chat_template_kwargs="x"), "chat_template_kwargs", "by name"),
+    (lambda s: s.load_state_bytes(b"????", {0: [1]}, logits=[np.nan] * 260), "logits", "of numbers"),
+    (lambda s: s.load_state_bytes(np.zeros(4)[::2]), "state", "bytes"),
+    (lambda s: s.save(None), "path", "the path of a file"),
+    (lambda s: s.save(b"x"), "path", "the path of a file"),
+    (lambda s: s.restore(5), "path", "the path of a file"),
+    (lambda s: s.restore("a\0b"), "path", "the path of a file"),
 ]
 
 
@@ -111,6 +136,12 @@ def child_wrong(path: str, model: str) -> dict[str, Any]:
         told(lambda: Session.open(model, library=library, weights="fast")),
         told(lambda: Session.open(model, library=library, adapters=["lora.gguf"])),  # type: ignore[list-item]
         told(lambda: Session.open(model, library=library, adapters=[("lora.gguf", "1")])),  # type: ignore[list-item]
+        told(lambda: Session.open(None, library=library)),  # type: ignore[arg-type]
+        told(lambda: Session.open(model, library="libllama.so")),  # type: ignore[arg-type]
+        told(lambda: Session.open(model, library=library, force="no")),  # type: ignore[arg-type]
+        told(lambda: Session.open(model, library=library, embeddings=1)),  # type: ignore[arg-type]
+        told(lambda: Session.open(model, library=library, progress=5)),  # type: ignore[arg-type]
+        told(lambda: Session.open(model, library=library, cancel=5)),  # type: ignore[arg-type]
     ]
     return {"found": found, "same": is_same, "more": n_more, "opening": opening}
 
@@ -131,6 +162,12 @@ def test_wrong_arguments_are_refused_by_name(model: Path) -> None:
         ["ConfigInvalid", "weights"],
         ["ConfigInvalid", "adapters"],
         ["ConfigInvalid", "adapters"],
+        ["ConfigInvalid", "model_path"],
+        ["ConfigInvalid", "library"],
+        ["ConfigInvalid", "force"],
+        ["ConfigInvalid", "embeddings"],
+        ["ConfigInvalid", "progress"],
+        ["ConfigInvalid", "cancel"],
     ]
 
 
