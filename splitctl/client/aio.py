@@ -247,13 +247,20 @@ class AsyncClient:
         n: int = -1,
         sampler: Sampler = None,
         stop: Stop = None,
+        grammar: str = "",
         add_special: bool = True,
         parse_special: bool = False,
         wait_s: float | None = None,
     ) -> AsyncGeneration:
         """As `Client.generate`; it is sent when it is iterated or its result awaited."""
         request = asks.generation(
-            prompt, n=n, sampler=sampler, stop=stop, add_special=add_special, parse_special=parse_special
+            prompt,
+            n=n,
+            sampler=sampler,
+            stop=stop,
+            grammar=grammar,
+            add_special=add_special,
+            parse_special=parse_special,
         )
         return self._begun(AsyncGeneration(self._target, request, AnswerReader(self.name), "the answer", wait_s))
 
@@ -264,12 +271,15 @@ class AsyncClient:
         n: int = -1,
         sampler: Sampler = None,
         stop: Stop = None,
+        grammar: str = "",
         template: Mapping[str, Any] | None = None,
         continues: bool = False,
         wait_s: float | None = None,
     ) -> AsyncGeneration:
         """As `Client.chat`; it is sent when it is iterated or its result awaited."""
-        request = asks.chat(messages, n=n, sampler=sampler, stop=stop, template=template, continues=continues)
+        request = asks.chat(
+            messages, n=n, sampler=sampler, stop=stop, grammar=grammar, template=template, continues=continues
+        )
         return self._begun(AsyncGeneration(self._target, request, AnswerReader(self.name), "the answer", wait_s))
 
     def switch(

@@ -28,6 +28,7 @@ _Word = TypeVar("_Word", bound=Enum)
 def generation(
     prompt: str | Sequence[int],
     *,
+    grammar: str,
     n: int,
     sampler: Sampler,
     stop: Stop,
@@ -35,7 +36,11 @@ def generation(
     parse_special: bool,
 ) -> GenerateRequest:
     """Ask for an answer to a text or tokens; raises ConfigInvalid."""
-    more: dict[str, Any] = {"n_predict": _count("n", n), "sampler": sampler_of(sampler, stop)}
+    more: dict[str, Any] = {
+        "n_predict": _count("n", n),
+        "sampler": sampler_of(sampler, stop),
+        "grammar": _text("grammar", grammar),
+    }
     if isinstance(prompt, str):
         flags = {
             "add_special": _flag("add_special", add_special),
@@ -52,6 +57,7 @@ def generation(
 def chat(
     messages: Sequence[Mapping[str, Any]],
     *,
+    grammar: str,
     n: int,
     sampler: Sampler,
     stop: Stop,
@@ -63,6 +69,7 @@ def chat(
     if not said or not all(isinstance(one, Mapping) for one in said):
         raise ConfigInvalid("messages", messages, "a sequence of messages, each with role and content, at least one")
     return GenerateRequest(
+        grammar=_text("grammar", grammar),
         messages=tuple(dict(one) for one in said),
         n_predict=_count("n", n),
         sampler=sampler_of(sampler, stop),
@@ -180,6 +187,12 @@ def _flag(name: str, value: object) -> bool:
     return value
 
 
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ConfigInvalid(name, value, "a text")
+    return value
 def _count(name: str, value: object) -> int:
     found = whole(value)
     if found is None:

@@ -254,6 +254,7 @@ class Client:
         n: int = -1,
         sampler: Sampler = None,
         stop: Stop = None,
+        grammar: str = "",
         add_special: bool = True,
         parse_special: bool = False,
         wait_s: float | None = None,
@@ -265,6 +266,7 @@ class Client:
             n: most tokens; -1: until the model ends or the context is full.
             sampler: how tokens are drawn, a spec or its fields by name; None: llama.cpp's defaults.
             stop: texts that end the answer, and are not part of it.
+            grammar: a grammar in GBNF, with a rule named root, that the answer follows; empty: none.
             add_special: put the model's first token before a text.
             parse_special: let names of special tokens in a text be those tokens.
             wait_s: longest time for the whole answer, seconds; None: any.
@@ -276,7 +278,13 @@ class Client:
             NoSuchSession, ServerUnreachable: nobody serves it.
         """
         request = asks.generation(
-            prompt, n=n, sampler=sampler, stop=stop, add_special=add_special, parse_special=parse_special
+            prompt,
+            n=n,
+            sampler=sampler,
+            stop=stop,
+            grammar=grammar,
+            add_special=add_special,
+            parse_special=parse_special,
         )
         return self._begun(Generation(self._target, request, AnswerReader(self.name), "the answer", wait_s))
 
@@ -287,6 +295,7 @@ class Client:
         n: int = -1,
         sampler: Sampler = None,
         stop: Stop = None,
+        grammar: str = "",
         template: Mapping[str, Any] | None = None,
         continues: bool = False,
         wait_s: float | None = None,
@@ -298,6 +307,7 @@ class Client:
             n: most tokens; -1: until the model ends or the context is full.
             sampler: how tokens are drawn, a spec or its fields by name; None: llama.cpp's defaults.
             stop: texts that end the answer, and are not part of it.
+            grammar: a grammar in GBNF, with a rule named root, that the answer follows; empty: none.
             template: more variables of the template, such as ``{"enable_thinking": False}``.
             continues: the answer goes on with the last message.
             wait_s: longest time for the whole answer, seconds; None: any.
@@ -305,7 +315,9 @@ class Client:
         Raises:
             As `generate`.
         """
-        request = asks.chat(messages, n=n, sampler=sampler, stop=stop, template=template, continues=continues)
+        request = asks.chat(
+            messages, n=n, sampler=sampler, stop=stop, grammar=grammar, template=template, continues=continues
+        )
         return self._begun(Generation(self._target, request, AnswerReader(self.name), "the answer", wait_s))
 
     def switch(

@@ -218,6 +218,7 @@ def _generation(request: GenerateRequest) -> Asked:
     body |= {"stop": list(sampler.stop), "seed": -1 if sampler.seed == RANDOM_SEED else sampler.seed}
     body |= {"stream": True, "return_tokens": True}
     body |= {"n_predict": request.n_predict} if request.n_predict >= 0 else {}
+    body |= {"grammar": request.grammar} if request.grammar else {}
     if request.messages is None:
         prompt = list(request.tokens) if request.tokens is not None else request.prompt
         return "POST", "/v1/completions", {**body, "prompt": prompt}, Completion

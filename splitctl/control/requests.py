@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from splitctl.carry.sampling import SamplerSpec
+from splitctl.carry.sampling import MAX_GRAMMAR, SamplerSpec
 from splitctl.errors import ConfigInvalid
 from splitctl.ipc.wire import LATER, kinds_of
 from splitctl.model.chat_messages import refuse_unreadable, refuse_unsound
@@ -87,6 +87,7 @@ class GenerateRequest:
         sampler: how tokens are drawn, and the texts that end the generation.
         chat_template_kwargs: more variables of the template; add_generation_prompt is true if absent.
         continue_final_message: field of the last message, content or reasoning_content, that the answer goes on with.
+        grammar: a grammar in GBNF, with a rule named root, that the answer follows; empty: none.
     """
 
     prompt: str | None = None
@@ -98,6 +99,7 @@ class GenerateRequest:
     sampler: SamplerSpec = field(default_factory=SamplerSpec)
     chat_template_kwargs: dict[str, Any] | None = field(default=None, metadata=LATER)
     continue_final_message: str | None = field(default=None, metadata=LATER)
+    grammar: str = field(default="", metadata=LATER)
 
     def __post_init__(self) -> None:
         given = [one for one in (self.prompt, self.messages, self.tokens) if one is not None]
@@ -115,6 +117,9 @@ class GenerateRequest:
             raise ConfigInvalid("chat_template_kwargs", taken[0], "names that the server does not give itself")
         if self.continue_final_message not in {None, "content", "reasoning_content"}:
             raise ConfigInvalid("continue_final_message", self.continue_final_message, "content or reasoning_content")
+        refuse_unsound("grammar", self.grammar)
+        if len(self.grammar) > MAX_GRAMMAR:
+            raise ConfigInvalid("grammar", f"{len(self.grammar)} characters", f"{MAX_GRAMMAR} at most")
         if not -_INT32_MAX <= self.n_predict <= _INT32_MAX:
             raise ConfigInvalid("n_predict", self.n_predict, f"at most {_INT32_MAX}; negative: no limit")
 

@@ -50,6 +50,7 @@ class StreamJob:
         prompt: the whole prompt.
         sampler: how to draw, its seed a number.
         n_predict: most tokens to draw; negative: no limit.
+        grammar: what is drawn follows it, in GBNF; empty: none.
         drawn: every token drawn so far, one that ends the generation included.
         n_draws: random draws made.
         is_ended: the last token ends the generation.
@@ -67,6 +68,7 @@ class StreamJob:
     prompt: tuple[int, ...]
     sampler: SamplerSpec
     n_predict: int
+    grammar: str = ""
     drawn: list[int] = field(default_factory=list)
     n_draws: int = 0
     is_ended: bool = False
@@ -105,6 +107,7 @@ class StreamJob:
             self.n_draws,
             is_pending=bool(self.drawn),
             n_delivered=len(self.drawn),
+            grammar=self.grammar,
         )
 
 
@@ -140,6 +143,8 @@ class SequenceRow:
         sampler: how its last stream drew; None: none did.
         n_draws: random draws made.
         encoder_tokens: what an encoder read for it.
+        grammar: what its last stream followed; empty: nothing.
+        n_ruled: tokens that it holds of that stream's answer.
         stream: the stream on it; None: it is idle.
         used_at: when it was used last, as a count; 0: never.
     """
@@ -150,13 +155,22 @@ class SequenceRow:
     sampler: SamplerSpec | None = None
     n_draws: int = 0
     encoder_tokens: tuple[int, ...] = ()
+    grammar: str = ""
+    n_ruled: int = 0
     stream: int | None = None
     used_at: int = 0
 
     def snapshot(self) -> SequenceSnapshot:
         """Give what a new worker must hold."""
         return SequenceSnapshot(
-            self.seq_id, tuple(self.tokens), self.is_pending, self.sampler, self.n_draws, self.encoder_tokens
+            self.seq_id,
+            tuple(self.tokens),
+            self.is_pending,
+            self.sampler,
+            self.n_draws,
+            self.encoder_tokens,
+            self.grammar,
+            self.n_ruled if self.grammar else 0,
         )
 
 
@@ -272,6 +286,7 @@ class Ledger:
         row.is_pending = row.is_pending and n_common == len(row.tokens)
         del row.tokens[n_common:]
         row.sampler, row.n_draws = job.sampler, job.n_draws
+        row.grammar, row.n_ruled = job.grammar, max(0, n_common - len(job.prompt))
         return job.start(row.seq_id)
 
     # ---- what a worker reports ----
@@ -332,6 +347,7 @@ class Ledger:
             row.is_pending = True
             row.n_draws = job.n_draws = drawn.n_draws
             job.drawn.append(drawn.token)
+            row.n_ruled = len(job.drawn)
             job.is_ended = drawn.is_end
             job.n_losses = 0
             self._touch(row)
@@ -403,7 +419,14 @@ class Ledger:
             if not 0 <= one.seq_id < len(self.rows):
                 raise ReportWrong(f"sequence {one.seq_id} of {len(self.rows)}")
             row = self.rows[one.seq_id] = SequenceRow(
-                one.seq_id, list(one.tokens), one.is_pending, one.sampler, one.n_draws, one.encoder_tokens
+                one.seq_id,
+                list(one.tokens),
+                one.is_pending,
+                one.sampler,
+                one.n_draws,
+                one.encoder_tokens,
+                one.grammar,
+                one.n_ruled,
             )
             self._touch(row)
         self.version += 1

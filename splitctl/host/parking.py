@@ -194,8 +194,8 @@ def _gone_on(sealed: SequenceCarry, now: SequenceSnapshot) -> SequenceCarry:
         tokens=tokens,
         sampler=sampler,
         accepted=sealed.accepted if is_same else tokens,
-        grammar=sealed.grammar if is_same else "",
-        n_ruled=sealed.n_ruled if is_same else 0,
+        grammar=sealed.grammar if is_same else now.grammar,
+        n_ruled=sealed.n_ruled if is_same else now.n_ruled,
         n_draws=now.n_draws if now.sampler is not None else sealed.n_draws,
     )
 
@@ -221,6 +221,8 @@ def _sequence(one: SequenceSnapshot) -> SequenceCarry:
         sampler=one.sampler or SamplerSpec(),
         accepted=no_tokens() if one.sampler is None else tokens,
         n_draws=one.n_draws,
+        grammar=one.grammar,
+        n_ruled=one.n_ruled,
         encoder_tokens=_row(one.encoder_tokens),
     )
 

@@ -275,7 +275,7 @@ class StreamTable:
             self._flush()
 
     def _queue(self, number: int, tokens: tuple[int, ...], request: GenerateRequest) -> None:
-        self.ledger.add(StreamJob(number, tokens, request.sampler.seeded(), request.n_predict))
+        self.ledger.add(StreamJob(number, tokens, request.sampler.seeded(), request.n_predict, request.grammar))
 
     def _close(self, number: int, why: Why, message: str = "") -> None:
         """Give a stream its last event, wherever it is, and let the worker stop."""

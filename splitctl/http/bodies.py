@@ -108,7 +108,12 @@ def _asked(body: Body, model: str, *, is_chat: bool, **prompt: Any) -> Asked:
     fields.RESPONSE_FORMAT.refuse_others(_object(body, "response_format"), "response_format")
     lengths = [_number(body, name, -1, -1, _MAX_TOKENS, whole=True) for name in _LENGTHS if body.get(name) is not None]
     try:
-        request = GenerateRequest(n_predict=int(*lengths[:1] or (-1,)), sampler=_sampler(body), **prompt)
+        request = GenerateRequest(
+            n_predict=int(*lengths[:1] or (-1,)),
+            sampler=_sampler(body),
+            grammar=text_of("grammar", "" if body.get("grammar") is None else body["grammar"]),
+            **prompt,
+        )
     except ConfigInvalid as error:
         raise ApiError(400, str(error), param=error.field) from error
     order = body.get("samplers")

@@ -105,7 +105,16 @@ _SAMPLERS = ["penalties", "top_k", "top_p", "min_p", "temperature"]
 _SAMPLERS_OFF = ("dry", "top_n_sigma", "typ_p", "xtc")
 
 _READ = frozenset(
-    ("model", "stream", "stream_options", "return_tokens", "max_tokens", "max_completion_tokens", "n_predict")
+    (
+        "model",
+        "stream",
+        "stream_options",
+        "return_tokens",
+        "max_tokens",
+        "max_completion_tokens",
+        "n_predict",
+        "grammar",
+    )
 ) | {param.json_name for param in SAMPLER_PARAMS.values()}
 
 _HARMLESS = frozenset(
@@ -127,7 +136,7 @@ _HARMLESS = frozenset(
 
 _SAMPLE = "use temperature, top_k, top_p and min_p"
 _PENALIZE = "use repeat_penalty and repeat_last_n"
-_GRAMMARS = "grammars are not applied"
+_GRAMMARS = "send a grammar in GBNF, as grammar"
 _PROBABILITIES = "probabilities are not given"
 _ANSWERS = "one answer a request: send several requests"
 _TOOLS = "tools are not called"
@@ -160,7 +169,6 @@ _NEUTRAL: Mapping[str, Neutral] = {
     "t_max_predict_ms": (_is_off, "an answer has no time limit: hang up to end it"),
     "t_max_prompt_ms": (_is_off, "a prompt has no time limit: hang up to end it"),
     "lora": (_is_empty, "adapters are applied for all requests: splitctl serve --lora"),
-    "grammar": (_is_empty, _GRAMMARS),
     # An empty schema is not none: any JSON fits it, and other text does not.
     "json_schema": (_is_never, _GRAMMARS),
     "tools": (_is_empty, _TOOLS),
@@ -220,7 +228,7 @@ STREAM_OPTIONS = Fields(frozenset({"include_usage"}), frozenset({"include_obfusc
 """What stream_options holds."""
 
 RESPONSE_FORMAT = Fields(frozenset(), frozenset(), {
-    "type": (lambda value: value in ("text", ""), "answers are text: the format cannot be forced"),
+    "type": (lambda value: value in ("text", ""), _GRAMMARS),
     "schema": (_is_never, _GRAMMARS),
     "json_schema": (_is_never, _GRAMMARS),
 })  # fmt: skip

@@ -49,6 +49,8 @@ class SequenceSnapshot:
         n_draws: random draws made since the seed was set.
         encoder_tokens: what an encoder-decoder's encoder read.
     """
+        grammar: what is drawn follows it, in GBNF; empty: none.
+        n_ruled: how many of the tokens, the newest ones, were drawn under it.
 
     seq_id: int
     tokens: tuple[int, ...]
@@ -57,6 +59,8 @@ class SequenceSnapshot:
     n_draws: int = 0
     encoder_tokens: tuple[int, ...] = ()
 
+    grammar: str = ""
+    n_ruled: int = 0
 
 # ---- orders ----
 
@@ -123,7 +127,8 @@ class Start:
         n_predict: most tokens to generate; negative: until the model ends or the context is full.
         n_draws: random draws that the stream has made before.
         is_pending: the newest of ``tokens`` was drawn and delivered already.
-        n_delivered: how many of ``tokens`` were; only an encoder-decoder needs it, whose encoder reads the others.
+        n_delivered: how many of ``tokens`` were: a grammar accepts these, and an encoder reads the others.
+        grammar: what is drawn follows it, in GBNF; empty: none.
     """
 
     stream: int
@@ -135,6 +140,7 @@ class Start:
     is_pending: bool = False
     n_delivered: int = 0
 
+    grammar: str = ""
 
 @dataclass(frozen=True, slots=True)
 class Halt:

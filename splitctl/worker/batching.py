@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
+from splitctl.engine.sampler import Constraints
 from splitctl.errors import ConfigInvalid, ContextFull, Parked, TrialFailed
 from splitctl.ipc.orders import Drawn, Ended, Forgot, Reading, Report, Start, Step
 from splitctl.session import Session
@@ -81,6 +82,7 @@ class Batcher:
         """Take a stream."""
         try:
             self._refuse_taken(order)
+            self._session.refuse_unreadable(order.grammar)
             filling = self._fill(order)
         except Parked:
             raise
@@ -159,7 +161,14 @@ class Batcher:
             stream.n_read += self._session.read(stream.seq_id, rest, n_most=n, draws_next=pending is None)
         if not stream.n_unread:
             order = stream.order
-            self._session.begin(stream.seq_id, order.sampler, n_draws=order.n_draws, pending=pending)
+            self._session.begin(
+                stream.seq_id,
+                order.sampler,
+                n_draws=order.n_draws,
+                pending=pending,
+                constraints=Constraints(order.grammar),
+                n_ruled=order.n_delivered,
+            )
             stream.is_generating = True
         stream.read_ms += (perf_counter() - started) * 1e3
         self._report_reading(stream)

@@ -9,6 +9,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from splitctl.carry.sampling import SamplerSpec
+from splitctl.engine.sampler import Constraints
 from splitctl.errors import Reason
 from splitctl.host_memory import host_memory
 from splitctl.ipc import orders
@@ -59,7 +60,14 @@ def bring_to(session: Session, snapshots: Sequence[SequenceSnapshot], progress: 
             rest = rest[n_read:]
             done += n_read
             progress(done, n)
-        session.begin(one.seq_id, one.sampler, n_draws=one.n_draws, pending=filling.pending)
+        session.begin(
+            one.seq_id,
+            one.sampler,
+            n_draws=one.n_draws,
+            pending=filling.pending,
+            constraints=Constraints(one.grammar),
+            n_ruled=one.n_ruled,
+        )
     return done
 
 
@@ -73,6 +81,8 @@ def snapshots_of(session: Session) -> tuple[SequenceSnapshot, ...]:
             sampler=None if one.sampler == SamplerSpec() and not one.accepted.size else one.sampler,
             n_draws=one.n_draws,
             encoder_tokens=tuple(one.encoder_tokens.tolist()),
+            grammar=one.grammar,
+            n_ruled=one.n_ruled,
         )
         for one in session.sequences()
     )

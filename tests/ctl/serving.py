@@ -160,7 +160,15 @@ def snapshot(start: orders.Start, worker: DrivenWorker) -> orders.SequenceSnapsh
     drawn = worker.drawn(start.stream)
     n_draws = worker.last_drawn(start.stream).n_draws if drawn else 0
     tokens = (*start.tokens, *drawn)
-    return orders.SequenceSnapshot(start.seq_id, tokens, is_pending=bool(drawn), sampler=start.sampler, n_draws=n_draws)
+    return orders.SequenceSnapshot(
+        start.seq_id,
+        tokens,
+        is_pending=bool(drawn),
+        sampler=start.sampler,
+        n_draws=n_draws,
+        grammar=start.grammar,
+        n_ruled=len(drawn) if start.grammar else 0,
+    )
 
 
 def onward(start: orders.Start, worker: DrivenWorker) -> orders.Start:
@@ -174,4 +182,6 @@ def onward(start: orders.Start, worker: DrivenWorker) -> orders.Start:
         start.n_predict - len(worker.drawn(start.stream)),
         n_draws=held.n_draws,
         is_pending=held.is_pending,
+        n_delivered=len(worker.drawn(start.stream)),
+        grammar=start.grammar,
     )

@@ -17,7 +17,7 @@ from splitctl import SamplerSpec, Session, SplitMode
 from splitctl.errors import WorkerLost
 from splitctl.host.ledger import Ledger, StreamJob
 from splitctl.ipc import orders
-from splitctl.ipc.orders import Ended, Halt, Open, Reading, Sealed, Start, Switch, Tokenize
+from splitctl.ipc.orders import Ended, Halt, Open, Reading, Sealed, Start, Step, Switch, Tokenize
 from splitctl.placement import Placement
 from tests.ctl.serving import Arenas, DrivenWorker, onward, placement, serving, snapshot
 from tests.real.conftest import DEVICES, PROMPT, RPC, SEEDED
@@ -165,6 +165,32 @@ def test_a_lost_worker_is_replaced_from_the_tokens(serve: Opener) -> None:
     for _ in starts:
         after.until(Ended)
     assert [len(worker.drawn(one.stream) + after.drawn(one.stream)) for one in starts] == [N, N]
+
+
+def test_a_grammar_goes_on_over_a_switch_and_a_lost_worker(serve: Opener, other_mode: SplitMode) -> None:
+    """What comes is the text that it allows, whichever worker draws; one that cannot be read begins nothing."""
+    worker = serve()
+    (first, second) = _starts(worker)
+    worker.send(replace(second, grammar='root ::= "a'))
+    assert "grammar" in worker.until(Ended).message
+    # It lasts longer than a slow machine takes to check the mode, which is done while it goes on.
+    first = replace(first, grammar='root ::= "Zero, " ("one, two, three, "){100,}', n_predict=900)
+    worker.send(first)
+    worker.until_drawn(0, 3)
+    worker.send(Switch(1, PLACE.changed(mode=other_mode)))
+    switched = worker.until(orders.Switched)
+    assert switched.outcome["status"] == "switched", switched.outcome["reason"]
+    worker.until_drawn(0, len(worker.drawn(0)) + 4)
+    worker.process.kill()
+    with pytest.raises(WorkerLost):
+        worker.end()
+    after = serve(sequences=(snapshot(first, worker),))
+    after.send(onward(first, worker))
+    after.until_drawn(0, N)
+    after.send(Halt(0))
+    after.until(Ended)
+    pieces = [one.piece for report in (*worker.of(Step), *after.of(Step)) for one in report.tokens]
+    assert ("Zero, " + "one, two, three, " * 900).startswith(b"".join(pieces).decode())
 
 
 @pytest.mark.every_build

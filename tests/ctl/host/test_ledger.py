@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -204,6 +205,28 @@ def test_a_stream_goes_on_in_the_next_worker() -> None:
     assert ledger.rows[0].tokens == [1, 2, 3, 4, 5]
     ledger.step(_step(1, token=6, n_draws=3))
     assert ledger.jobs[1].n_losses == 0
+
+
+def test_a_grammar_goes_on_in_the_next_worker() -> None:
+    """The next worker gets it with the number of tokens that it has accepted, also when the stream has ended."""
+    ledger = _running(1, replace(_job(1), grammar="root ::= [a-z]+"))
+    assert ledger.rows[0].snapshot().n_ruled == 0
+    ledger.step(_step(1, token=4))
+    ledger.step(_step(1, token=5))
+    ledger.lost()
+    held = ledger.snapshots()
+    assert (held[0].tokens, held[0].grammar, held[0].n_ruled) == ((1, 2, 3, 4, 5), "root ::= [a-z]+", 2)
+    ((start,), _) = ledger.resume()
+    assert (start.grammar, start.n_delivered) == ("root ::= [a-z]+", 2)
+    assert ledger.snapshots() == held
+    ledger.ended(Ended(1, "eos"))
+    assert ledger.snapshots() == held
+    other = Ledger(1)
+    other.replace(held)
+    assert other.snapshots() == held
+    other.add(_job(2, 1, 2, 3, 4))
+    other.startable()
+    assert (other.snapshots()[0].grammar, other.snapshots()[0].n_ruled) == ("", 0)
 
 
 def test_an_encoder_decoders_sequences_are_what_its_decoder_holds() -> None:

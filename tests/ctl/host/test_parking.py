@@ -54,6 +54,8 @@ def _held(carry: Carry) -> list[SequenceSnapshot]:
             sampler=one.sampler,
             n_draws=one.n_draws,
             encoder_tokens=tuple(one.encoder_tokens.tolist()),
+            grammar=one.grammar,
+            n_ruled=one.n_ruled,
         )
         for one in carry.sequences
     ]
@@ -78,10 +80,13 @@ def test_a_token_that_was_drawn_since_is_parked_too(tmp_path: Path, fd: int) -> 
     """The newest token belongs to the state although it is not decoded yet; so do the draws that were made."""
     carry = a_carry(sequences=(a_sequence(0),))
     (one,) = _held(carry)
-    one = replace(one, tokens=(*one.tokens, 4), is_pending=True, n_draws=one.n_draws + 1)
+    one = replace(
+        one, tokens=(*one.tokens, 4), is_pending=True, n_draws=one.n_draws + 1, grammar="root ::= [a-z]", n_ruled=1
+    )
     written = _park(tmp_path / "x", carry, [one], _sealed(fd, carry))
     (sequence,) = written.sequences
     assert sequence.tokens.tolist() == sequence.accepted.tolist() == list(one.tokens)
+    assert (sequence.grammar, sequence.n_ruled) == (one.grammar, 1)
     assert (sequence.n_past, sequence.n_draws, len(written.state)) == (
         len(one.tokens) - 1,
         one.n_draws,
@@ -120,6 +125,7 @@ def test_a_session_that_has_gone_on_is_parked_as_its_tokens(tmp_path: Path, fd: 
     read = carries.read(tmp_path / "x").carry
     assert (written, len(read.state)) == (False, 0)
     assert [one.tokens.tolist() for one in read.sequences] == [list(one.tokens) for one in held]
+    assert [(one.grammar, one.n_ruled) for one in read.sequences] == [(one.grammar, one.n_ruled) for one in held]
     assert [one.n_past for one in read.sequences] == [len(one.tokens) - one.is_pending for one in held]
     assert [one.logits.size for one in read.sequences] == [0] * len(held)
     representation = read.fingerprint.representation

@@ -116,6 +116,8 @@ def test_other_prompts_are_refused(prompt: Any) -> None:
         ({"stop": "\ud800"}, "stop"),
         ({"stream_options": []}, "stream_options"),
         ({"response_format": "json"}, "response_format"),
+        ({"grammar": ["root"]}, "grammar"),
+        ({"grammar": "x" * ((1 << 20) + 1)}, "grammar"),
         ({"chat_template_kwargs": "{}"}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"a": ["\ud800"]}}, "chat_template_kwargs"),

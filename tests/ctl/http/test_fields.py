@@ -86,7 +86,6 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "t_max_predict_ms": ([0, -1], [100]),
     "t_max_prompt_ms": ([0, -1], [100]),
     "lora": ([[]], [[{"id": 0, "scale": 0.5}]]),
-    "grammar": ([""], ['root ::= "a"']),
     "json_schema": ([], [{}, {"type": "object"}]),
     "tools": ([[]], [[{"type": "function", "function": {"name": "f"}}]]),
     "functions": ([[]], [[{"name": "f"}]]),
