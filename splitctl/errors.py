@@ -136,7 +136,7 @@ class DeadlineExceeded(SplitctlError):
 
 
 @dataclass(eq=False, repr=False)
-class ConfigInvalid(SplitctlError):
+class ConfigInvalid(SplitctlError, ValueError):
     """A value that the user gave cannot be used, whatever the model and the machine.
 
     Attributes:

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import warnings
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
@@ -42,11 +44,15 @@ _KEPT = ("seed", "logits_all", "last_n_tokens_size", "chat_format", "chat_handle
 
 @dataclasses.dataclass(slots=True)
 class _Held:
-    """What goes back: tokens, the library's state, and a row of logits, float32[n_vocab] (None: of no tokens)."""
+    """What goes back: tokens, the library's state, and a row of logits, float32[n_vocab] (None: of no tokens).
+
+    ``scores``: float32[n, n_vocab], of the tokens; None: as they are.
+    """
 
     tokens: list[int]
     state: bytes = b""
     logits: bytes | None = None
+    scores: NDArray[np.float32] | None = None
 
 
 def adopt(kind: type[L], llm: Any, *, free: bool = False, devices: Sequence[str] | str = (), prober: Any = "auto") -> L:
@@ -136,12 +142,15 @@ class Adopted:
         """Take what it holds; with ``given``, its constructor arguments, its model is freed while it is blocked."""
         self._llm, self._library, self._given = llm, library, given
         self._kind = type(llm)
-        self._blocked = _blocked(self._kind)
+        self._blocked = _blocked(self._kind)  # type: ignore[arg-type] # a class can be hashed
         self._n_ctx, self._n_vocab = llm.n_ctx(), llm.n_vocab()
         self._is_freed = self._is_touched = False
         self._back: _Held | None = None
         llm.eval([])  # forgets what lies behind its tokens
         self._kept = {name: getattr(llm, name, None) for name in ("cache", "tokenizer_")}
+        own = self._kept["tokenizer_"]
+        # Its plain tokenizer goes through the object itself, which refuses.
+        self.tokenizer = None if type(own).__name__ == "LlamaTokenizer" else own
         self.scores: NDArray[np.float32] | None = llm.scores if getattr(llm, "_logits_all", False) else None
         self.original = _Held([int(one) for one in llm.input_ids[: llm.n_tokens]])
         if self.original.tokens:
@@ -162,9 +171,15 @@ class Adopted:
 
     def unblock(self) -> None:
         """Let its object answer again, with what it held when it was adopted."""
-        self._open()
-        if self._is_touched:
-            self._give(self.original)
+        self._return(self.original)
+
+    def drop(self) -> None:
+        """Let its object answer again where that takes no call of the library."""
+        if self._is_freed or self._is_touched:
+            text = "a Llama that had adopted one was dropped: that one refuses calls for good; close() or release() it"
+            warnings.warn(text, ResourceWarning, stacklevel=3)
+        else:
+            object.__setattr__(self._llm, "__class__", self._kind)
 
     def release(self, llama: LlamaCore) -> Any:
         """Give back what a ``Llama`` of ours holds now; see `Llama.release`."""
@@ -173,34 +188,33 @@ class Adopted:
             found = _taken(llama.session)
             if len(found.tokens) > self._n_ctx:
                 raise ContextFull(0, len(found.tokens), self._n_ctx)
+            if self.scores is not None:
+                found.scores = llama.scores[: len(found.tokens)].copy()
+                found.scores[-1:] = llama.session.logits(0)[-1:]
             if self._is_freed:
                 # Both need not fit. From here on the session is what is held here, until it has been given.
                 self._back = found
                 llama.session.close()
         else:
             found = self._back
-        try:
-            self._open()
-            self._give(found)
-        except BaseException:
-            object.__setattr__(self._llm, "__class__", self._blocked)
-            raise
+        self._return(found)
         return self._llm
 
-    def _open(self) -> None:
+    def _return(self, held: _Held) -> None:
         object.__setattr__(self._llm, "__class__", self._kind)
-        if not self._is_freed:
-            return
         try:
-            self._llm.__setstate__(self._given)
+            if self._is_freed:
+                self._llm.__setstate__(self._given)
+                self._is_freed, self._is_touched = False, True
+                for name, value in self._kept.items():
+                    setattr(self._llm, name, value)
+                if self.scores is not None:
+                    self._llm.scores = self.scores
+            if self._is_touched or held is not self.original:
+                self._give(held)
         except BaseException:
             object.__setattr__(self._llm, "__class__", self._blocked)
             raise
-        self._is_freed, self._is_touched = False, True
-        for name, value in self._kept.items():
-            setattr(self._llm, name, value)
-        if self.scores is not None:
-            self._llm.scores = self.scores
 
     def _give(self, held: _Held) -> None:
         llm = self._llm
@@ -217,8 +231,10 @@ class Adopted:
         context.set_state(state)
         if held.logits is not None:
             context.set_logits(held.logits)
-        if self.scores is not None and first is not None:
+        if self.scores is not None:
             self.scores[0] = first
+            if held.scores is not None:
+                self.scores[: len(held.scores)] = held.scores
         n = len(held.tokens)
         llm.input_ids[:n] = held.tokens
         llm.n_tokens = n
@@ -226,6 +242,7 @@ class Adopted:
             llm._requires_eval = held.logits is None  # noqa: SLF001 - says whether its logits are those of its tokens
 
 
+@cache
 def _blocked(kind: type) -> type:
     """Return a class whose objects refuse everything."""
 
@@ -233,5 +250,9 @@ def _blocked(kind: type) -> type:
         text = "this llama_cpp.Llama is adopted; call release() on the splitctl Llama that has it"
         raise Refused((Reason("adopted", text),))
 
-    names = {"__getattribute__": refuse, "__setattr__": refuse, "__call__": refuse, "__del__": lambda _: None}
+    def get(self: object, name: str) -> object:
+        # isinstance() asks for it.
+        return type(self) if name == "__class__" else refuse()
+
+    names = {"__getattribute__": get, "__setattr__": refuse, "__call__": refuse, "__del__": lambda _: None}
     return type(f"Adopted{kind.__name__}", (kind,), names)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from llama_native import KvType
 from splitctl.errors import ConfigInvalid
 from splitctl.placement import FlashAttn, Placement, SplitMode, whole
+from splitctl.session import arguments as session_arguments
 
 DEFAULT_SEED = 0xFFFFFFFF
 
@@ -46,10 +47,6 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-class ArgumentInvalid(ConfigInvalid, ValueError):
-    """An argument cannot be used; a ValueError too, as llama-cpp-python raises it."""
-
-
 def check(given: Mapping[str, Any]) -> None:
     """Refuse and warn by name.
 
@@ -57,13 +54,13 @@ def check(given: Mapping[str, Any]) -> None:
         given: arguments that are in neither list of what is used.
 
     Raises:
-        ArgumentInvalid: one would change what the model computes.
+        ConfigInvalid: one would change what the model computes.
     """
     for name, value in given.items():
         if name in REFUSED:
             nothing, wanted = REFUSED[name]
             if value not in nothing:
-                raise ArgumentInvalid(name, value, f"{wanted}; splitctl.compat cannot set it")
+                raise ConfigInvalid(name, value, f"{wanted}; splitctl.compat cannot set it")
         elif name in IGNORED:
             nothing, why = IGNORED[name]
             if value != nothing:
@@ -80,7 +77,6 @@ def placement_of(
     *,
     n_gpu_layers: int | None,
     split_mode: int | str | SplitMode,
-    main_gpu: int,
     tensor_split: Sequence[float] | None,
     devices: Sequence[str] | str,
     n_ctx: int,
@@ -88,34 +84,42 @@ def placement_of(
     n_ubatch: int,
     n_threads: int | None,
     n_threads_batch: int | None,
-    offload_kqv: bool,
     flash_attn: bool | str | None,
     type_k: int | str | None,
     type_v: int | str | None,
+    **same: Any,
 ) -> Placement:
-    """Give the placement that the arguments ask for.
+    """Give the placement that the arguments ask for; ``same`` has those that are fields of it as they stand.
 
     Raises:
         ConfigInvalid: one of them is of another kind or out of range.
     """
+    sizes = {"n_ctx": n_ctx, "n_batch": n_batch, "n_ubatch": n_ubatch}
+    for name, size in sizes.items():
+        if whole(size) is None:
+            raise ConfigInvalid(name, size, "a whole number of tokens")
     if n_ctx:
         n_batch = min(n_ctx, n_batch)
     return Placement(
         mode=mode_of(split_mode),
-        devices=tuple(devices.split(",")) if isinstance(devices, str) and devices else tuple(devices),
+        devices=devices or (),  # type: ignore[arg-type] # it takes a text with commas
         tensor_split=_shares(tensor_split),
-        main_gpu=main_gpu,
         n_gpu_layers=(-1 if devices else 0) if n_gpu_layers is None else n_gpu_layers,
         n_ctx=n_ctx,
         type_k=_cache_type("type_k", type_k),
         type_v=_cache_type("type_v", type_v),
-        offload_kqv=offload_kqv,
         flash_attn=FlashAttn.AUTO if flash_attn is None else flash_attn,  # type: ignore[arg-type] # it takes words
         n_batch=n_batch,
         n_ubatch=min(n_batch, n_ubatch),
         n_threads=n_threads or 0,
         n_threads_batch=n_threads_batch or 0,
+        **same,
     )
+
+
+def tokens_of(value: Any, n_vocab: int) -> list[int]:
+    """Read token ids, of whichever type, or none; ConfigInvalid where one is not in the vocabulary."""
+    return [] if hasattr(value, "__len__") and not len(value) else session_arguments.tokens_of(value, n_vocab)
 
 
 def mode_of(split_mode: object) -> SplitMode:
@@ -127,13 +131,13 @@ def mode_of(split_mode: object) -> SplitMode:
         return SplitMode(split_mode.lower() if isinstance(split_mode, str) else split_mode)
     except ValueError as error:
         wanted = "one of none layer row tensor, or LLAMA_SPLIT_MODE_*"
-        raise ArgumentInvalid("split_mode", split_mode, wanted) from error
+        raise ConfigInvalid("split_mode", split_mode, wanted) from error
 
 
-def _shares(shares: Sequence[float] | None) -> tuple[float, ...] | None:
+def _shares(shares: Any) -> Any:
     """Read a tensor split; zeros at the end stand for devices that are not there."""
-    if shares is None:
-        return None
+    if shares is None or isinstance(shares, str) or not isinstance(shares, Iterable):
+        return shares  # a placement reads it, or refuses it
     found = tuple(shares)
     while len(found) > 1 and found[-1] == 0:
         found = found[:-1]
@@ -147,4 +151,4 @@ def _cache_type(name: str, value: int | str | None) -> str:
         return KvType(value).name.lower()
     except ValueError as error:
         wanted = "a ggml_type of a cache, such as 1 (f16) or 8 (q8_0), or its word"
-        raise ArgumentInvalid(name, value, wanted) from error
+        raise ConfigInvalid(name, value, wanted) from error

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from splitctl.compat.llama_cpp import llama_grammar as grammars
-from splitctl.compat.llama_cpp.arguments import ArgumentInvalid
 from splitctl.compat.llama_cpp.llama_types import Json
+from splitctl.errors import ConfigInvalid
+from splitctl.session.arguments import stops_of
 
 
 def answer(
@@ -29,21 +30,22 @@ def answer(
     **arguments: Any,
 ) -> Json | Iterator[Json]:
     """Answer a chat; arguments are those of ``Llama.create_chat_completion``."""
-    if functions or function_call:
-        raise ArgumentInvalid("functions", functions or function_call, "None (use tools)")
+    if functions or function_call not in {None, "none", "auto"}:
+        raise ConfigInvalid("functions", functions or function_call, "None (use tools)")
     made = formatter(messages=messages, tools=tools)
     prompt = llama.tokenize(made.prompt.encode(), add_bos=not made.added_special, special=True)
-    texts = [*_texts(stop), *_texts(made.stop)]
+    theirs = [made.stop] if isinstance(made.stop, str) else made.stop or ()
+    texts = [*(() if stop is None else stops_of(stop)), *filter(None, theirs)]
     if made.stopping_criteria is not None:
         arguments["stopping_criteria"] = made.stopping_criteria
     tool = _chosen(tools, tool_choice)
     if tool is not None:
-        grammar = grammars.of_schema(tool["function"].get("parameters", {}))
+        grammar = grammars.of_schema({"type": "object", **(tool["function"].get("parameters") or {})})
     elif rules := grammars.of_response_format(response_format):
         grammar = rules
     found = llama.create_completion(
         prompt,
-        stop=[one for one in texts if one],
+        stop=texts,
         grammar=grammar,
         logprobs=(top_logprobs or 0) if logprobs else None,
         stream=stream,
@@ -54,20 +56,19 @@ def answer(
     return _whole(found, tool)
 
 
-def _texts(stop: str | Sequence[str] | None) -> list[str]:
-    return [] if stop is None else [stop] if isinstance(stop, str) else list(stop)
-
-
 def _chosen(tools: Sequence[Json] | None, tool_choice: str | Json | None) -> Json | None:
     """Return the tool whose arguments the answer shall be; None: a text."""
+    try:
+        known = {tool["function"]["name"]: tool for tool in tools or ()}
+    except (TypeError, KeyError) as error:
+        raise ConfigInvalid("tools", tools, "a list of {'type': 'function', 'function': {'name': ...}}") from error
     if tool_choice is None or tool_choice in ("none", "auto"):
         return None
-    named = tool_choice.get("function", {}).get("name") if isinstance(tool_choice, dict) else None
-    for tool in tools or ():
-        if tool["function"]["name"] == named:
-            return tool
+    function = tool_choice.get("function") if isinstance(tool_choice, dict) else None
+    if isinstance(function, dict) and function.get("name") in known:
+        return known[function["name"]]
     wanted = "none, auto, or {'type': 'function', 'function': {'name': one of the tools}}"
-    raise ArgumentInvalid("tool_choice", tool_choice, wanted)
+    raise ConfigInvalid("tool_choice", tool_choice, wanted)
 
 
 def _logprobs(found: Json | None) -> Json | None:

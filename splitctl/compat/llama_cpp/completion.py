@@ -7,19 +7,23 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from splitctl.compat.llama_cpp.arguments import ArgumentInvalid
-from splitctl.compat.llama_cpp.sampling import Bias, StoppingCriteria
+from splitctl.compat.llama_cpp.arguments import tokens_of
+from splitctl.compat.llama_cpp.sampling import Bias
+from splitctl.errors import ConfigInvalid
 from splitctl.ipc.stop_texts import Text
+from splitctl.placement import whole
+from splitctl.session import arguments
 
 if TYPE_CHECKING:
     from splitctl.compat.llama_cpp.core import LlamaCore
     from splitctl.compat.llama_cpp.llama_types import Json
+    from splitctl.compat.llama_cpp.sampling import Sampling
 
 
 @dataclass(slots=True)
@@ -75,7 +79,8 @@ def logits_to_logprobs(logits: NDArray[np.float32] | Sequence[float], axis: int 
 
 def complete(
     llama: LlamaCore,
-    prompt: str | Sequence[int],
+    prompt: str | bytes | Sequence[int],
+    sampling: Sampling,
     *,
     max_tokens: int | None,
     logprobs: int | None,
@@ -84,112 +89,151 @@ def complete(
     stream: bool,
     seed: int | None,
     model: str | None,
-    stopping_criteria: StoppingCriteria | None,
     logit_bias: Mapping[Any, Any] | None,
-    sampling: Mapping[str, Any],
-) -> Iterator[Json]:
-    """Generate the chunks of a stream, or one whole completion.
+) -> Json | Iterator[Json]:
+    """Give the chunks of a stream, or one whole completion. What is wrong is refused now, not at the first chunk.
 
     Raises:
-        ArgumentInvalid: the prompt leaves no room for an answer, or an argument cannot be followed.
+        ConfigInvalid: the prompt leaves no room for an answer, or an argument cannot be followed.
     """
     tokens = _prompt(llama, prompt)
     n_room = llama.n_ctx() - len(tokens)
-    n_most = n_room if max_tokens is None or max_tokens <= 0 else min(max_tokens, n_room)
+    n_most = n_room if max_tokens is None else whole(max_tokens)
+    if n_most is None:
+        raise ConfigInvalid("max_tokens", max_tokens, "a whole number; None or 0: as many as there is room for")
+    n_best = 0 if logprobs is None else whole(logprobs)
+    if n_best is None or n_best < 0:
+        raise ConfigInvalid("logprobs", logprobs, "None, or how many alternatives of each token are wanted")
     if logprobs is not None and echo and not llama.logits_all:
-        raise ArgumentInvalid("logprobs", logprobs, "logits_all=True, where the prompt's are wanted too (echo)")
-    sampling = dict(sampling)
+        raise ConfigInvalid("logprobs", logprobs, "logits_all=True, where the prompt's are wanted too (echo)")
     if logit_bias:
-        given = sampling.get("logits_processor")
-        before = [] if given is None else [given] if callable(given) else list(given)
-        sampling["logits_processor"] = [Bias(logit_bias, llama.n_vocab()), *before]
+        sampling = replace(sampling, logits_processor=[Bias(logit_bias, llama.n_vocab()), *sampling.processors])
     # As there: without a seed, the one of the object gives another one, always the same.
-    llama.set_seed(random.Random(llama.seed).randint(0, 2**32) if seed is None else seed)  # noqa: S311
-    _take_from_cache(llama, tokens)
-
+    seed = arguments.count_of("seed", random.Random(llama.seed).randint(0, 2**32) if seed is None else seed)  # noqa: S311
+    if sampling.grammar:
+        llama.sampler(sampling).close()
+    texts = () if stop is None else arguments.stops_of(stop)
     prompt_text = prompt if isinstance(prompt, str) else llama.detokenize(tokens).decode("utf-8", "ignore")
-    head: Json = {
-        "id": f"cmpl-{uuid.uuid4()}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": model or llama.model_path,
-    }
-    marks = None if logprobs is None else _Logprobs(llama, logprobs, 0 if echo else len(prompt_text))
-    if marks is not None and echo:
-        _mark_prompt(llama, marks, tokens, sampling)
-    answer = Text(() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop))
-    drawn: list[int] = []
-    text = prompt_text if echo else ""
-    if stream and text:
-        yield _chunk(head, text, marks, None)
-    finish_reason = "stop"
-    with closing(llama.generate(tokens, stopping_criteria=stopping_criteria, **sampling)) as generated:
-        for token in generated:
-            if llama.is_eog(token):
-                break
-            drawn.append(token)
-            if marks is not None:
-                marks.add(token, llama.last_logits())
-            piece = answer.feed(llama.detokenize([token]))
-            if not tokens[1:] and len(drawn) == 1 and not prompt_text:
-                piece = piece.removeprefix(" ")  # the tokenizer's, before a text
-            if stream and piece:
-                yield _chunk(head, piece, marks, None)
-            text += piece
-            if answer.is_stopped:
-                break
-            if len(drawn) >= n_most:
-                finish_reason = "length"
-                break
-    piece = answer.rest()
-    text += piece
-    if llama.cache is not None:
-        llama.cache[[*tokens, *drawn]] = llama.save_state()
+    answer = _Answer(
+        llama,
+        tokens,
+        sampling,
+        n_most=min(n_most, n_room) if n_most > 0 else n_room,
+        seed=seed,
+        text=Text(texts),
+        marks=None if logprobs is None else _Logprobs(llama, n_best, 0 if echo else len(prompt_text)),
+        head={
+            "id": f"cmpl-{uuid.uuid4()}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model or llama.model_path,
+        },
+        is_first=not prompt_text and len(tokens) == 1,
+    )
+    chunks = answer.chunks(prompt_text if echo else "")
     if stream:
-        if piece:
-            yield _chunk(head, piece, marks, None)
-        yield _chunk(head, "", None, finish_reason)
-        return
-    usage = {
-        "prompt_tokens": len(tokens),
-        "completion_tokens": len(drawn),
-        "total_tokens": len(tokens) + len(drawn),
-    }
-    yield {**_chunk(head, text, marks, finish_reason), "usage": usage}
+        return chunks
+    with llama.one_at_a_time:
+        return answer.whole(chunks)
 
 
-def _prompt(llama: LlamaCore, prompt: str | Sequence[int]) -> list[int]:
+@dataclass(slots=True)
+class _Answer:
+    """An answer as it is drawn: its chunks, or all of them as one."""
+
+    llama: LlamaCore
+    tokens: list[int]
+    sampling: Sampling
+    n_most: int
+    seed: int
+    text: Text
+    marks: _Logprobs | None
+    head: Json
+    is_first: bool
+    drawn: list[int] = field(default_factory=list)
+
+    def chunks(self, shown: str) -> Iterator[Json]:
+        """Draw it; ``shown`` is text of the prompt that comes first."""
+        llama, marks = self.llama, self.marks
+        llama.set_seed(self.seed)
+        _take_from_cache(llama, self.tokens)
+        if marks is not None and shown:
+            _mark_prompt(llama, marks, self.tokens)
+        if shown:
+            yield self._chunk(shown)
+        finish_reason = "stop"
+        with closing(llama.draw(self.tokens, self.sampling)) as generated:
+            for token in generated:
+                if llama.is_eog(token):
+                    break
+                self.drawn.append(token)
+                if marks is not None:
+                    marks.add(token, llama.last_logits())
+                piece = self.text.feed(llama.detokenize([token]))
+                if self.is_first and len(self.drawn) == 1:
+                    piece = piece.removeprefix(" ")  # the tokenizer's, before a text
+                if piece:
+                    yield self._chunk(piece)
+                if self.text.is_stopped:
+                    break
+                if len(self.drawn) >= self.n_most:
+                    finish_reason = "length"
+                    break
+        rest = self.text.rest()
+        if llama.cache is not None:
+            llama.cache[[*self.tokens, *self.drawn]] = llama.save_state()
+        if rest:
+            yield self._chunk(rest)
+        yield {**self.head, "choices": [_choice("", None, finish_reason)]}
+
+    def _chunk(self, text: str) -> Json:
+        return {**self.head, "choices": [_choice(text, None if self.marks is None else self.marks.take(), None)]}
+
+    def whole(self, chunks: Iterator[Json]) -> Json:
+        """Put the chunks together, with what they took."""
+        choices = [chunk["choices"][0] for chunk in chunks]
+        marks = None
+        if self.marks is not None:
+            parts = [one["logprobs"] for one in choices if one["logprobs"]] + [self.marks.take()]
+            marks = {name: [entry for part in parts for entry in part[name]] for name in parts[0]}
+        n_prompt, n_drawn = len(self.tokens), len(self.drawn)
+        usage = {"prompt_tokens": n_prompt, "completion_tokens": n_drawn, "total_tokens": n_prompt + n_drawn}
+        text = "".join(one["text"] for one in choices)
+        return {**self.head, "choices": [_choice(text, marks, choices[-1]["finish_reason"])], "usage": usage}
+
+
+def _choice(text: str, logprobs: Json | None, finish_reason: str | None) -> Json:
+    return {"text": text, "index": 0, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _prompt(llama: LlamaCore, prompt: str | bytes | Sequence[int]) -> list[int]:
     """Return the tokens of a prompt.
 
     Raises:
-        ArgumentInvalid: there is none, or it leaves no room for an answer.
+        ConfigInvalid: there is none, or it leaves no room for an answer.
     """
-    tokens = llama.tokenize(prompt.encode(), special=True) if isinstance(prompt, str) else list(prompt)
+    if isinstance(prompt, str | bytes):
+        tokens = llama.tokenize(prompt, special=True)
+    else:
+        tokens = tokens_of(prompt, llama.n_vocab())
     if not tokens:
         if llama.token_bos() < 0:
-            raise ArgumentInvalid("prompt", prompt, "one token at least: this model has none that begins a text")
+            raise ConfigInvalid("prompt", prompt, "one token at least: this model has none that begins a text")
         tokens = [llama.token_bos()]
     n_ctx = llama.n_ctx()
     if len(tokens) >= n_ctx:
         wanted = f"{n_ctx - 1} tokens at most: Requested tokens ({len(tokens)}) exceed context window of {n_ctx}"
-        raise ArgumentInvalid("prompt", f"{len(tokens)} tokens", f"{wanted}; give a larger n_ctx")
+        raise ConfigInvalid("prompt", f"{len(tokens)} tokens", f"{wanted}; give a larger n_ctx")
     return tokens
 
 
-def _chunk(head: Json, text: str, marks: _Logprobs | None, finish_reason: str | None) -> Json:
-    found = None if marks is None else marks.take()
-    return {**head, "choices": [{"text": text, "index": 0, "logprobs": found, "finish_reason": finish_reason}]}
-
-
-def _mark_prompt(llama: LlamaCore, marks: _Logprobs, tokens: list[int], sampling: Mapping[str, Any]) -> None:
+def _mark_prompt(llama: LlamaCore, marks: _Logprobs, tokens: list[int]) -> None:
     """Read the prompt, and take the log probabilities of its tokens; the first one has none."""
-    if sampling.get("reset", True):
-        llama.reset()
-    n_before = llama.n_tokens
+    llama.reset()
     llama.eval(tokens)
     begin = int(tokens[0] == llama.token_bos())
     for at, token in enumerate(tokens[begin:], begin):
-        marks.add(token, None if at == begin else llama.scores[n_before + at - 1])
+        marks.add(token, None if at == begin else llama.scores[at - 1])
 
 
 def _take_from_cache(llama: LlamaCore, tokens: Sequence[int]) -> None:

@@ -7,7 +7,7 @@ may come between any two tokens.
 from __future__ import annotations
 
 import os
-import sys
+import threading
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import closing
@@ -21,16 +21,18 @@ from numpy.typing import NDArray
 from llama_native import Library, Model
 from splitctl.carry.sequence import common
 from splitctl.compat.llama_cpp import arguments
-from splitctl.compat.llama_cpp.arguments import DEFAULT_SEED, ArgumentInvalid
+from splitctl.compat.llama_cpp.arguments import DEFAULT_SEED
 from splitctl.compat.llama_cpp.files import load_vocabulary, metadata_of
 from splitctl.compat.llama_cpp.llama_cache import LlamaState
 from splitctl.compat.llama_cpp.llama_chat_format import Handler
-from splitctl.compat.llama_cpp.sampling import Sampling, StoppingCriteria
-from splitctl.errors import ConfigInvalid
+from splitctl.compat.llama_cpp.sampling import Sampling
+from splitctl.errors import Busy, ConfigInvalid
 from splitctl.outcome import WeightsTier
+from splitctl.placement import whole
 from splitctl.session import Session
 
 if TYPE_CHECKING:
+    from splitctl.engine.sampler import Sampler
     from splitctl.outcome import SwitchOutcome
     from splitctl.placement import Placement, SplitMode
 
@@ -38,12 +40,14 @@ if TYPE_CHECKING:
 class LlamaCore:
     """A model and one sequence of tokens.
 
-    Thread: one at a time, but for :meth:`switch`, which any may call. Lifetime: until :meth:`close`.
+    Thread: any may call; a stream ends with `Busy` when another answer has taken the sequence. Lifetime: until
+    :meth:`close`; one that is dropped is freed, as a `Session` is.
     """
 
     _session: Session | None = None
     _vocabulary: Model | None = None
     _adopted: Any = None
+    _generation: object = None
 
     def __init__(
         self,
@@ -120,52 +124,37 @@ class LlamaCore:
             Refused, BadModelFile, llama_native.NativeError: as `Session.open` raises them.
         """
         arguments.check(others)
+        if not isinstance(model_path, str | os.PathLike):
+            raise ConfigInvalid("model_path", model_path, "the path of a GGUF")
         self.model_path = os.fspath(model_path)
         if not Path(self.model_path).exists():
-            raise ArgumentInvalid("model_path", self.model_path, "a file (Model path does not exist)")
-        if pooling_type not in arguments.POOLINGS:
+            raise ConfigInvalid("model_path", self.model_path, "a file (Model path does not exist)")
+        if whole(pooling_type) not in arguments.POOLINGS:
             wanted = "-1, 1 (mean), 2 (first token) or 3 (last token)"
-            raise ArgumentInvalid("pooling_type", pooling_type, wanted)
+            raise ConfigInvalid("pooling_type", pooling_type, wanted)
         placement = arguments.placement_of(
-            n_gpu_layers=n_gpu_layers,
-            split_mode=split_mode,
-            main_gpu=main_gpu,
-            tensor_split=tensor_split,
-            devices=devices,
-            n_ctx=n_ctx,
-            n_batch=n_batch,
-            n_ubatch=n_ubatch,
-            n_threads=n_threads,
-            n_threads_batch=n_threads_batch,
-            offload_kqv=offload_kqv,
-            flash_attn=flash_attn,
-            type_k=type_k,
+            n_gpu_layers=n_gpu_layers, split_mode=split_mode, main_gpu=main_gpu, tensor_split=tensor_split,
+            devices=devices, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_ubatch, n_threads=n_threads,
+            n_threads_batch=n_threads_batch, offload_kqv=offload_kqv, flash_attn=flash_attn, type_k=type_k,
             type_v=type_v,
-        )
+        )  # fmt: skip
+        if not isinstance(library, Library | str | os.PathLike | None):
+            raise ConfigInvalid("library", library, "a Library, the path of a libllama, or None")
         opened = library if isinstance(library, Library) or library is None else Library.open(Path(library))
         self._begin(
-            seed=seed,
-            logits_all=logits_all,
-            last_n_tokens_size=last_n_tokens_size,
-            chat_format=chat_format,
-            chat_handler=chat_handler,
-            tokenizer=tokenizer,
-            verbose=verbose,
-        )
+            seed=seed, logits_all=logits_all, last_n_tokens_size=last_n_tokens_size, chat_format=chat_format,
+            chat_handler=chat_handler, tokenizer=tokenizer, verbose=verbose,
+        )  # fmt: skip
         self.pooling = arguments.POOLINGS[pooling_type]
         self.embedding = embedding
         if vocab_only:
             self._vocabulary = load_vocabulary(self.model_path, opened)
             return
+        adapters = [(lora_path, lora_scale)] if lora_path else ()
         session = Session.open(
-            self.model_path,
-            placement,
-            library=opened,
-            adapters=[(lora_path, lora_scale)] if lora_path else (),
-            embeddings=embedding,
-            prober=prober,
+            self.model_path, placement, library=opened, adapters=adapters, embeddings=embedding, prober=prober,
             weights=weights,
-        )
+        )  # fmt: skip
         self._take(session)
 
     def _begin(
@@ -179,9 +168,18 @@ class LlamaCore:
         tokenizer: Any,
         verbose: bool,
     ) -> None:
-        self.seed = seed or DEFAULT_SEED
+        self.set_seed(seed or DEFAULT_SEED)
         self.logits_all = logits_all
-        self.last_n_tokens_size = last_n_tokens_size
+        if (n_last := whole(last_n_tokens_size)) is None:
+            raise ConfigInvalid("last_n_tokens_size", last_n_tokens_size, "a whole number; 0: none, -1: all")
+        self.last_n_tokens_size = n_last
+        if not isinstance(chat_format, str | None):
+            raise ConfigInvalid("chat_format", chat_format, "the name of a format, or None")
+        if not (chat_handler is None or callable(chat_handler)):
+            raise ConfigInvalid("chat_handler", chat_handler, "a function that answers chats, or None")
+        if not (tokenizer is None or (hasattr(tokenizer, "tokenize") and hasattr(tokenizer, "detokenize"))):
+            raise ConfigInvalid("tokenizer", tokenizer, "an object with tokenize and detokenize, or None")
+        self.one_at_a_time = threading.RLock()
         self.chat_handler, self.tokenizer_, self.verbose = chat_handler, tokenizer, verbose
         self.cache: Any = None
         self.metadata = metadata_of(self.model_path)
@@ -198,7 +196,6 @@ class LlamaCore:
             session.close()
             raise ConfigInvalid("model_path", self.model_path, "no encoder-decoder (use splitctl.Session)")
         self._session = session
-        self.n_batch = session.placement.n_batch
 
     # ---- the session ----
 
@@ -227,26 +224,37 @@ class LlamaCore:
         """The placement that it serves in."""
         return self.session.placement
 
+    @property
+    def n_batch(self) -> int:
+        """Most tokens of one decode."""
+        return self.session.placement.n_batch
+
     @classmethod
     def over(cls, session: Session, adopted: Any, model_path: str, kept: dict[str, Any]) -> Self:
         """Use :meth:`Llama.adopt`."""
         self = cls.__new__(cls)
         self.model_path, self.embedding, self.pooling = model_path, False, None
-        self._begin(tokenizer=None, **kept)
+        self._begin(tokenizer=adopted.tokenizer, **kept)
         self._take(session)
-        self._adopted, self._rows = adopted, adopted.scores
+        self._adopted = adopted
+        if adopted.scores is not None:
+            self.scores[: self.n_tokens] = adopted.scores[: self.n_tokens]
         return self
 
     def close(self) -> None:
-        """Free model and context; a second call does nothing. What was adopted is given back as it was adopted."""
-        adopted, self._adopted = self._adopted, None
+        """Free model and context; a second call does nothing. What was adopted is given back as it was adopted.
+
+        Raises:
+            Exception: what the adopted object raised while it took that; call it again.
+        """
         session, self._session = self._session, None
         vocabulary, self._vocabulary = self._vocabulary, None
         for one in (session, vocabulary):
             if one is not None:
                 one.close()
-        if adopted is not None:
-            adopted.unblock()
+        if self._adopted is not None:
+            self._adopted.unblock()
+            self._adopted = None
 
     def __enter__(self) -> Self:
         return self
@@ -255,9 +263,9 @@ class LlamaCore:
         self.close()
 
     def __del__(self) -> None:
-        # Programs for llama-cpp-python drop it.
-        if not sys.is_finalizing():
-            self.close()
+        # The collector may come within a call of the library, so nothing is called: what is dropped frees itself later.
+        if self._adopted is not None:
+            self._adopted.drop()
 
     def __reduce_ex__(self, _: object) -> NoReturn:
         raise TypeError("a Llama holds a loaded model and cannot be pickled or copied; pickle save_state() instead")
@@ -340,7 +348,8 @@ class LlamaCore:
             special: read "<|...|>" and the like as special tokens.
         """
         if self.tokenizer_ is not None:
-            return list(self.tokenizer_.tokenize(text, add_bos, special))
+            given = text.encode() if isinstance(text, str) else text
+            return list(self.tokenizer_.tokenize(given, add_bos, special))
         if self._vocabulary is not None:
             return self._vocabulary.tokenize(text, add_special=add_bos, parse_special=special)
         return self.session.tokenize(text, add_special=add_bos, parse_special=special)
@@ -360,10 +369,10 @@ class LlamaCore:
         """
         if self.tokenizer_ is not None:
             return bytes(self.tokenizer_.detokenize(list(tokens), prev_tokens=prev_tokens, special=special))
-        model = self._model
-        text = b"".join(model.piece(int(token), special=special) for token in tokens)
+        model, tokens = self._model, arguments.tokens_of(tokens, self.n_vocab())
+        text = b"".join(model.piece(token, special=special) for token in tokens)
         # Some tokenizers put a space before a text.
-        starts = len(tokens) > 0 and tokens[0] == model.token_bos
+        starts = tokens[:1] == [model.token_bos]
         return text.removeprefix(b" ") if starts else text
 
     # ---- the sequence ----
@@ -376,7 +385,10 @@ class LlamaCore:
 
     @n_tokens.setter
     def n_tokens(self, n: int) -> None:
-        self._n_wanted = n
+        wanted, n_held = whole(n), self.session.n_held(0)
+        if wanted is None or not 0 <= wanted <= n_held:
+            raise ConfigInvalid("n_tokens", n, f"0 to {n_held}, what the sequence holds")
+        self._n_wanted = wanted
 
     @property
     def input_ids(self) -> NDArray[np.int32]:
@@ -399,9 +411,12 @@ class LlamaCore:
     def scores(self) -> NDArray[np.float32]:
         """Logits by position, float32[n_ctx, n_vocab]: of all with ``logits_all``, else of the last one, and zeros."""
         if self.logits_all:
-            if self._rows is None:
+            kept = self._rows
+            if kept is None or len(kept) < self.n_ctx():
                 self._rows = np.zeros((self.n_ctx(), self.n_vocab()), np.float32)
-            return self._rows
+                if kept is not None:
+                    self._rows[: len(kept)] = kept
+            return self._rows  # type: ignore[return-value] # it is there now
         rows = np.zeros((self.n_ctx(), self.n_vocab()), np.float32)
         if self.n_tokens and self.session.logits(0).size:
             rows[self.n_tokens - 1] = self.last_logits()
@@ -451,19 +466,13 @@ class LlamaCore:
             ConfigInvalid: a token is not in the vocabulary.
             ContextFull: there is no room.
         """
-        tokens = [int(token) for token in tokens]
-        if not tokens:
+        if not (tokens := arguments.tokens_of(tokens, self.n_vocab())):
             return
         held = self.session.tokens(0)
         if len(held) > self.n_tokens:
             # What was drawn and not decoded goes too.
-            self._read(self.session.fill(0, [*held[: self.n_tokens], *tokens]).rest)
-        else:
-            self._read(tokens)
-
-    def _read(self, tokens: Sequence[int]) -> None:
-        self._n_wanted = None
-        session = self.session
+            tokens = list(self.session.fill(0, [*held[: self.n_tokens], *tokens]).rest)
+        self._n_wanted, session = None, self.session
         while tokens:
             # A row of logits comes with the last token of what is read.
             chunk = tokens[:1] if self.logits_all else tokens
@@ -482,24 +491,24 @@ class LlamaCore:
         Raises:
             ConfigInvalid: there are no logits.
         """
-        row = self.last_logits() if idx is None or idx == self.n_tokens - 1 else self._row(idx)
-        made = Sampling(*given, **named)
-        with closing(made.sampler(self._model, seed=self.seed, last_n=self.last_n_tokens_size)) as sampler:
+        if idx is None or idx == self.n_tokens - 1:
+            row = self.last_logits()
+        elif self.logits_all and 0 <= idx < self.n_tokens:
+            row = self.scores[idx]
+        else:
+            raise ConfigInvalid("idx", idx, "None, the last token (logits_all=True keeps the logits of the others)")
+        with closing(self.sampler(Sampling(*given, **named))) as sampler:
             return sampler.sample(row, self._model, self._input_ids.tolist())
 
-    def _row(self, idx: int) -> NDArray[np.float32]:
-        if not self.logits_all or not 0 <= idx < self.n_tokens:
-            wanted = f"None or {self.n_tokens - 1}, the last token (logits_all=True keeps the others)"
-            raise ConfigInvalid("idx", idx, wanted)
-        row: NDArray[np.float32] = self.scores[idx]
-        return row
+    def sampler(self, sampling: Sampling) -> Sampler:
+        """Make what draws, by the seed of now; ConfigInvalid where its grammar cannot be read."""
+        return sampling.sampler(self._model, seed=self.seed, last_n=self.last_n_tokens_size)
 
     def generate(
         self,
         tokens: Sequence[int],
         *given: Any,
         reset: bool = True,
-        stopping_criteria: StoppingCriteria | None = None,
         **named: Any,
     ) -> Generator[int, Sequence[int] | None, None]:
         """Read a prompt and draw token after token, each decoded when the next one is asked for.
@@ -508,7 +517,6 @@ class LlamaCore:
             tokens: the prompt.
             given: arguments of `Sampling`, in their order.
             reset: let the sequence hold the prompt alone, keeping what both begin with; False: it comes after.
-            stopping_criteria: asked before each token is given, with the tokens and the logits; true ends it.
             named: arguments of `Sampling`.
 
         Yields:
@@ -521,21 +529,26 @@ class LlamaCore:
         # Arguments in llama-cpp-python's order have `reset` in the middle.
         if len(given) > 6:
             reset, given = given[6], (*given[:6], *given[7:])
-        sampling = Sampling(**_by_order(given), **named)
-        if reset and tokens:
-            self._n_wanted = None
-            pending = list(self.session.fill(0, list(tokens)).rest)
-        else:
-            pending = list(tokens)
-        with closing(sampling.sampler(self._model, seed=self.seed, last_n=self.last_n_tokens_size)) as sampler:
+        return self.draw(tokens, Sampling(*given, **named), reset=reset)
+
+    def draw(
+        self, tokens: Sequence[int], sampling: Sampling, *, reset: bool = True
+    ) -> Generator[int, Sequence[int] | None, None]:
+        """Do the work of :meth:`generate`."""
+        mine = object()
+        with closing(self.sampler(sampling)) as sampler:
+            with self.one_at_a_time:
+                self._generation, pending = mine, list(tokens)
+                if reset and tokens:
+                    self._n_wanted, pending = None, list(self.session.fill(0, pending).rest)
             while True:
-                if reset and self.n_tokens == 0:
-                    self._read(pending)
-                else:
+                with self.one_at_a_time:
+                    if self._generation is not mine:
+                        raise Busy("another answer, which has taken the sequence")
                     self.eval(pending)
-                row, held = self.last_logits(), self.session.tokens(0)
-                token = sampler.sample(row, self._model, held)
-                if stopping_criteria is not None and stopping_criteria(np.array(held, np.int32), row):
+                    row, held = self.last_logits(), self.session.tokens(0)
+                    token = sampler.sample(row, self._model, held)
+                if sampling.ends(held, row):
                     return
                 sent = yield token
                 pending = [token, *(sent or ())]
@@ -555,9 +568,12 @@ class LlamaCore:
         Raises:
             CarryMismatch, CarryDamaged: it is of another model, or not what was saved; the sequence is as it was.
         """
+        if not isinstance(state, LlamaState):
+            raise ConfigInvalid("state", type(state).__name__, "what save_state() of a splitctl Llama gave")
         self.session.load_state_bytes(state.llama_state)
         self._n_wanted, self.seed = None, state.seed
-        if self.logits_all and len(state.scores):
+        if self.logits_all:
+            self._rows = None
             self.scores[: len(state.scores)] = state.scores
 
     def set_cache(self, cache: Any) -> None:
@@ -565,17 +581,12 @@ class LlamaCore:
         self.cache = cache
 
     def set_seed(self, seed: int) -> None:
-        """Draw by another seed from now on."""
-        self.seed = seed
+        """Draw by another seed from now on: a whole number, of which 32 bits count."""
+        if (found := whole(seed)) is None:
+            raise ConfigInvalid("seed", seed, "a whole number")
+        self.seed = found
 
     @staticmethod
     def longest_token_prefix(a: Sequence[int], b: Sequence[int]) -> int:
         """Count the tokens with which both begin."""
         return common(a, b)
-
-
-_ORDER = ("top_k", "top_p", "min_p", "typical_p", "temp", "repeat_penalty", "frequency_penalty", "presence_penalty")
-
-
-def _by_order(given: Sequence[Any]) -> dict[str, Any]:
-    return dict(zip(_ORDER, given, strict=False))

@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from llama_native import Library, Model, ModelParams
-from splitctl.compat.llama_cpp.arguments import ArgumentInvalid
+from splitctl.errors import ConfigInvalid
 from splitctl.model.header import read_header
 from splitctl.places import hub_folder, hub_snapshots
 
@@ -28,11 +28,11 @@ def cached(
         cache_dir: the cache; None: HF_HUB_CACHE, HF_HOME or the user's.
 
     Raises:
-        ArgumentInvalid: no such file is there, or the pattern fits several.
+        ConfigInvalid: no such file is there, or the pattern fits several.
     """
     parts = repo_id.split("/")
     if len(parts) not in {1, 2} or not all(part and not part.startswith(".") for part in parts):
-        raise ArgumentInvalid("repo_id", repo_id, "owner/name")
+        raise ConfigInvalid("repo_id", repo_id, "owner/name")
     pattern = filename or "*.gguf"
     root = Path(cache_dir) if cache_dir is not None else hub_folder(os.environ)
     repository = root / f"models--{'--'.join(parts)}"
@@ -44,12 +44,12 @@ def cached(
             # The first part of a split model brings the others along.
             found = [one for one in found if "-00001-of-" in one] if all("-of-" in one for one in found) else found
         if len(found) > 1:
-            raise ArgumentInvalid("filename", filename, f"a pattern that fits one file, not {' '.join(found)}")
+            raise ConfigInvalid("filename", filename, f"a pattern that fits one file, not {' '.join(found)}")
         if found:
             return folder / found[0]
     searched = " ".join(map(str, folders)) or f"{repository / 'snapshots'}, which is not there"
     wanted = f"a file that was downloaded before (hf download {repo_id} {pattern}); searched: {searched}"
-    raise ArgumentInvalid("filename", filename, wanted)
+    raise ConfigInvalid("filename", filename, wanted)
 
 
 def load_vocabulary(path: str, library: Library | None) -> Model:

@@ -7,17 +7,21 @@ schema's order, keys that it does not name are left out). A keyword that a gramm
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from splitctl.errors import ConfigInvalid
+from splitctl.placement import whole
 
 _PRIMITIVES: Mapping[str, str] = {
     "ws": r'| " " | "\n" [ \t]{0,20}',
-    "char": r'[^"\\\x7F\x00-\x1F] | [\\] (["\\bfnrt] | "u" [0-9a-fA-F]{4})',
+    # Without halves of a character: an escaped one is one character too.
+    "char": r'[^"\\\x7F\x00-\x1F] | [\\] (["\\bfnrt] | "u" ([0-9a-ce-fA-CE-F] [0-9a-fA-F] | [dD] [0-7]) '
+    "[0-9a-fA-F]{2})",
     "string": r'"\"" char* "\""',
     "integer": '"-"? ("0" | [1-9] [0-9]{0,15})',
-    "number": 'integer ("." [0-9]{1,16})? ([eE] [-+]? [0-9]{1,3})?',
+    "number": 'integer ("." [0-9]{1,16})? ([eE] [-+]? [0-9]{1,2})?',
     "boolean": '"true" | "false"',
     "null": '"null"',
     "value": "object | array | string | number | boolean | null",
@@ -53,8 +57,17 @@ _OF_TYPE: Mapping[str, frozenset[str]] = {
     "null": frozenset(),
 }
 _TYPES = tuple(_OF_TYPE)
+#: Types of JSON by those of Python; a tuple is an array.
+_KINDS: Mapping[type, set[str]] = {
+    dict: {"object"}, str: {"string"}, int: {"integer", "number"}, float: {"number"}, bool: {"boolean"},
+    type(None): {"null"},
+}  # fmt: skip
 #: Most repetitions of one part; the library's own limit is of this order.
 _MAX_REPEATS = 2000
+#: More than any schema of use: schemas in it, once for each reference that is replaced; characters of its grammar.
+_MAX_PARTS, _MAX_CHARACTERS = 20_000, 1 << 17
+_MAX_WHOLE = (1 << 63) - 1
+_LITERALS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]')
 
 JSON_GBNF = "root ::= object\n" + "".join(f"{name} ::= {_PRIMITIVES[name]}\n" for name in (
     "object", "value", "array", "string", "number", "integer", "boolean", "null", "char", "ws",
@@ -74,20 +87,31 @@ def to_gbnf(schema: Any) -> str:
     Raises:
         ConfigInvalid: the schema is none, or has a keyword that a grammar cannot hold (named in the error).
     """
-    return _Converter(schema).grammar()
+    try:
+        grammar = _Converter(schema).grammar()
+        grammar.encode()
+    except RecursionError as error:
+        raise _refused("", "nested too deeply", "one of fewer levels") from error
+    except UnicodeEncodeError as error:
+        raise _refused("", "text with half a character", "text that UTF-8 can hold") from error
+    if len(grammar) > _MAX_CHARACTERS:
+        raise _refused("", f"a grammar of {len(grammar)} characters", f"one of {_MAX_CHARACTERS} at most")
+    return grammar
 
 
 def _refused(keyword: str, value: object, wanted: str) -> ConfigInvalid:
-    return ConfigInvalid(
-        f"schema {keyword}", value, f"{wanted}; leave it out, or check the answer against it afterwards"
-    )
+    shown = value if len(repr(value)) < 80 else f"{repr(value)[:80]}..."
+    hint = "; leave it out, or check the answer against it afterwards" if keyword else ""
+    return ConfigInvalid(f"schema {keyword}".strip(), shown, f"{wanted}{hint}")
 
 
 class _Converter:
     def __init__(self, schema: Any) -> None:
         self._root = schema
         self._rules: dict[str, str] = {}
+        self._names: dict[str, str] = {}
         self._refs: dict[str, str] = {}
+        self._n_parts = 0
         self._makers: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
             "object": self._object,
             "array": self._array,
@@ -99,28 +123,26 @@ class _Converter:
         root = self._of(self._root)
         pending, known = [root, *self._rules.values()], dict(self._rules)
         while pending:
-            text = pending.pop()
-            for name, rule in _PRIMITIVES.items():
-                if name not in known and name in _words(text):
-                    known[name] = rule
-                    pending.append(rule)
+            for name in re.findall("[a-z]+", _LITERALS.sub(" ", pending.pop())):
+                if name in _PRIMITIVES and name not in known:
+                    known[name] = _PRIMITIVES[name]
+                    pending.append(known[name])
         return f"root ::= {root}\n" + "".join(f"{name} ::= {rule}\n" for name, rule in known.items())
 
     def _rule(self, text: str) -> str:
         """Name a rule, and return its name."""
-        for name, rule in self._rules.items():
-            if rule == text:
-                return name
-        name = f"r{len(self._rules)}"
+        name = self._names.setdefault(text, f"r{len(self._rules)}")
         self._rules[name] = text
         return name
 
     def _of(self, schema: Any) -> str:
         """Return the expression of a schema: one symbol."""
+        self._n_parts += 1
+        if self._n_parts > _MAX_PARTS:
+            raise _refused("", "too large", f"one of {_MAX_PARTS} schemas at most, with what its references repeat")
         if schema is True or schema == {}:
             return "value"
-        if not isinstance(schema, Mapping):
-            raise _refused("", schema, "an object, such as {'type': 'object', 'properties': {...}}")
+        _check(schema)
         if "$ref" in schema:
             rest = {name: value for name, value in schema.items() if name != "$ref"}
             return self._ref(schema["$ref"]) if rest.keys() <= _SAID else self._of(self._with_target(schema))
@@ -132,15 +154,10 @@ class _Converter:
         for keyword in ("anyOf", "oneOf"):
             if keyword in schema:
                 base = {name: value for name, value in schema.items() if name != keyword and name not in _SAID}
-                ways = schema[keyword]
-                if not isinstance(ways, Sequence) or not ways:
-                    raise _refused(keyword, ways, "a list of schemas")
-                ways = [_merged(base, self._with_target(one)) if base else one for one in ways]
+                ways = [_merged(base, self._with_target(one)) if base else one for one in schema[keyword]]
                 return self._rule(" | ".join(self._of(one) for one in ways))
-        if "const" in schema:
-            return self._rule(_literal(schema["const"]))
-        if "enum" in schema:
-            return self._rule(" | ".join(_literal(one) for one in schema["enum"]))
+        if "const" in schema or "enum" in schema:
+            return self._rule(" | ".join(_values(schema)))
         return self._of_types(schema)
 
     def _of_types(self, schema: Mapping[str, Any]) -> str:
@@ -154,10 +171,10 @@ class _Converter:
             if named is None:
                 keyword = next(iter(schema.keys() - _SAID))
                 raise _refused(keyword, schema[keyword], "a keyword that a grammar can hold")
-        kinds = [str(kind) for kind in named] if isinstance(named, list | tuple) else [str(named)]
-        if not kinds or not all(kind in _OF_TYPE for kind in kinds):
-            raise _refused("type", named, "one of " + " ".join(_TYPES))
-        known = _SAID.union({"type"}, *(_OF_TYPE[kind] for kind in kinds))
+        kinds = _kinds(named)
+        # Those of other types restrict nothing here; but what limits whole numbers limits all numbers.
+        known = _SAID.union({"type"}, *_OF_TYPE.values())
+        known -= _OF_TYPE["integer"] - _OF_TYPE["number"] if "number" in kinds else frozenset()
         for keyword in schema:
             if keyword not in known:
                 raise _refused(keyword, schema[keyword], "a keyword that a grammar can hold")
@@ -167,7 +184,7 @@ class _Converter:
     # ---- references ----
 
     def _target(self, ref: Any) -> Any:
-        if not isinstance(ref, str) or not ref.startswith("#"):
+        if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
             raise _refused("$ref", ref, "a reference within the schema, such as #/$defs/Name")
         found = self._root
         for part in ref[1:].split("/")[1:]:
@@ -180,12 +197,11 @@ class _Converter:
                 raise _refused("$ref", ref, "a reference to a part that is there")
         return found
 
-    def _with_target(self, schema: Any, depth: int = 32) -> Mapping[str, Any]:
+    def _with_target(self, schema: Any, depth: int = 32) -> dict[str, Any]:
         """Return a schema with what it refers to in place of the reference."""
-        if not isinstance(schema, Mapping):
-            raise _refused("", schema, "an object")
+        _check(schema)
         if "$ref" not in schema:
-            return schema
+            return dict(schema)
         if not depth:
             raise _refused("$ref", schema["$ref"], "a reference that leads to something else than itself")
         rest = {name: value for name, value in schema.items() if name != "$ref" and name not in _SAID}
@@ -208,13 +224,11 @@ class _Converter:
 
     def _object(self, schema: Mapping[str, Any]) -> str:
         properties, required = schema.get("properties", {}), schema.get("required", ())
-        others = schema.get("additionalProperties")
-        if not isinstance(properties, Mapping):
-            raise _refused("properties", properties, "an object of schemas by name")
+        others = schema.get("additionalProperties", True)
         if unnamed := [name for name in required if name not in properties]:
             if others is False:
                 raise _refused("required", unnamed[0], "a name that properties has")
-            properties = {**properties, **dict.fromkeys(unnamed, True if others in {None, True} else others)}
+            properties = {**properties, **dict.fromkeys(unnamed, others)}
         if not properties:
             return self._map(others)
         pairs = [
@@ -235,7 +249,7 @@ class _Converter:
     def _map(self, others: Any) -> str:
         if others is False:
             return self._rule('"{" ws "}"')
-        if others in (None, True, {}):
+        if others in (True, {}):
             return "object"
         pair = self._rule(f'string ":" ws {self._of(others)}')
         return self._rule(rf'"{{" ws ({pair} ("," ws {pair})*)? ws "}}"')
@@ -252,6 +266,8 @@ class _Converter:
             if low > len(first) or (high is not None and high < len(first)):
                 raise _refused("minItems, maxItems", (low, high), f"{len(first)}, the items that prefixItems names")
             return self._rule('"[" ws ' + ' "," ws '.join(first) + ' ws "]"')
+        if items is False and low:
+            raise _refused("minItems", low, "0 beside items that are false")
         if high == 0 or items is False:
             return self._rule('"[" ws "]"')
         item = self._of(items)
@@ -263,6 +279,8 @@ class _Converter:
         made = _FORMATS.get(str(schema.get("format")))
         low, high = _bounds(schema, "minLength", "maxLength")
         if made is not None:
+            if low or high is not None:
+                raise _refused("minLength, maxLength", (low, high), f"none beside format {schema['format']}")
             return self._rule(made)
         if not low and high is None:
             return "string"
@@ -283,29 +301,55 @@ class _Converter:
         return self._rule(" | ".join(ways))
 
 
-def _words(text: str) -> set[str]:
-    """Return the symbols of an expression: its words outside of literals and character classes."""
-    words, word, closing, escaped = set(), "", "", False
-    for char in text + " ":
-        if closing:
-            closing = closing if escaped or char != closing else ""
-            escaped = not escaped and char == "\\"
-        elif char in '"[':
-            closing = '"' if char == '"' else "]"
-        elif char.isalnum():
-            word += char
-            continue
-        words.add(word)
-        word = ""
-    return words
+def _check(schema: Any) -> None:
+    """Refuse what is no schema, or has lists and objects where others are wanted."""
+    if not isinstance(schema, Mapping):
+        raise _refused("", schema, "an object, such as {'type': 'object', 'properties': {...}}")
+    if not isinstance(schema.get("properties", {}), Mapping):
+        raise _refused("properties", schema["properties"], "an object of schemas by name")
+    for keyword in ("allOf", "anyOf", "oneOf", "enum", "required", "prefixItems"):
+        value = schema.get(keyword, (None,))
+        if not isinstance(value, list | tuple) or not (value or keyword in {"required", "prefixItems"}):
+            raise _refused(keyword, value, "a list that is not empty")
+
+
+def _kinds(named: Any) -> list[str]:
+    kinds = list(named) if isinstance(named, list | tuple) else [named]
+    if not kinds or not all(isinstance(kind, str) and kind in _OF_TYPE for kind in kinds):
+        raise _refused("type", named, "one of " + " ".join(_TYPES))
+    return kinds
+
+
+def _values(schema: Mapping[str, Any]) -> list[str]:
+    """Return the literals of the values that "const" and "enum" leave, of the types that are named beside them."""
+    if others := schema.keys() - _SAID - {"const", "enum", "type"}:
+        raise _refused(min(others), schema[min(others)], "no further keyword beside enum or const")
+    values = [schema["const"]] if "const" in schema else schema["enum"]
+    allowed = {_literal(one) for one in schema.get("enum", values)}
+    kinds = set(_kinds(schema.get("type", _TYPES)))
+    found = [_literal(one) for one in values if kinds & _KINDS.get(type(one), {"array"})]
+    found = [one for one in dict.fromkeys(found) if one in allowed]
+    if not found:
+        raise _refused("enum", values[:3], "a value that the keywords beside it allow")
+    return found
 
 
 def _literal(value: Any) -> str:
-    return json.dumps(json.dumps(value, ensure_ascii=False), ensure_ascii=False)
+    try:
+        return json.dumps(json.dumps(value, ensure_ascii=False, allow_nan=False), ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise _refused("enum", value, f"values that JSON can hold ({error})") from error
 
 
 def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of what both allow, where their keywords can be put side by side."""
+    for mine, theirs in ((one, other), (other, one)):
+        # "Additional" and "items" mean what stands beside them.
+        strange = theirs.get("properties", {}).keys() - mine.get("properties", {}).keys()
+        if strange and mine.get("additionalProperties", True) not in (True, {}):
+            raise _refused("additionalProperties", mine["additionalProperties"], "none, where schemas are joined")
+        if "items" in mine and "prefixItems" in theirs and "prefixItems" not in mine:
+            raise _refused("items", mine["items"], "prefixItems in the same schema, where schemas are joined")
     merged = dict(one)
     for name, value in other.items():
         mine = merged.get(name, value)
@@ -323,11 +367,17 @@ def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def _whole(keyword: str, value: object, low: int, high: int) -> int:
+    found = whole(value)
+    if found is None or not low <= found <= high:
+        shown = value if found is None or found.bit_length() <= 64 else f"{found.bit_length()} bits long"
+        raise _refused(keyword, shown, f"a whole number from {low} to {high}")
+    return found
+
+
 def _bounds(schema: Mapping[str, Any], least: str, most: str) -> tuple[int, int | None]:
-    low, high = schema.get(least, 0), schema.get(most)
-    for name, value in ((least, low), (most, high)):
-        if value is not None and not (isinstance(value, int) and 0 <= value <= _MAX_REPEATS):
-            raise _refused(name, value, f"a whole number from 0 to {_MAX_REPEATS}")
+    low = _whole(least, schema.get(least, 0), 0, _MAX_REPEATS)
+    high = _whole(most, schema[most], 0, _MAX_REPEATS) if most in schema else None
     if high is not None and low > high:
         raise _refused(least, low, f"at most {most}, {high}")
     return low, high
@@ -343,15 +393,12 @@ def _limits(schema: Mapping[str, Any]) -> tuple[int | None, int | None]:
     """Return the least and the largest whole number that a schema allows."""
     ends: list[int | None] = []
     for name, inner, step in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
-        found = [schema[name]] if name in schema else []
-        if (bound := schema.get(inner)) is not None:
-            if isinstance(bound, bool):  # as older drafts say it
-                found = [one + step for one in found] if bound else found
-            else:
-                found.append(bound + step)
-        for one in found:
-            if not isinstance(one, int):
-                raise _refused(name, one, "a whole number")
+        inside = schema.get(inner, False)
+        # Older drafts say of the bound whether it is meant itself.
+        given = [(name, step if inside is True else 0)] + ([] if isinstance(inside, bool) else [(inner, step)])
+        found = [
+            _whole(keyword, schema[keyword], -_MAX_WHOLE, _MAX_WHOLE) + by for keyword, by in given if keyword in schema
+        ]
         ends.append(None if not found else max(found) if step > 0 else min(found))
     return ends[0], ends[1]
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from splitctl.compat.llama_cpp import adopting, completion
-from splitctl.compat.llama_cpp.arguments import ArgumentInvalid
 from splitctl.compat.llama_cpp.core import LlamaCore
 from splitctl.compat.llama_cpp.files import cached
 from splitctl.compat.llama_cpp.llama_chat_format import Handler, Jinja2ChatFormatter, handler_of
@@ -101,39 +100,16 @@ class Llama(LlamaCore):
             ValueError: the prompt leaves no room for an answer, or an argument cannot be followed.
         """
         if suffix is not None:
-            raise ArgumentInvalid("suffix", suffix, "None (write the model's own infill tokens into the prompt)")
-        sampling = {
-            "temp": temperature,
-            "top_p": top_p,
-            "min_p": min_p,
-            "typical_p": typical_p,
-            "frequency_penalty": frequency_penalty,
-            "presence_penalty": presence_penalty,
-            "repeat_penalty": repeat_penalty,
-            "top_k": top_k,
-            "tfs_z": tfs_z,
-            "mirostat_mode": mirostat_mode,
-            "mirostat_tau": mirostat_tau,
-            "mirostat_eta": mirostat_eta,
-            "logits_processor": logits_processor,
-            "grammar": grammar,
-        }
-        Sampling(**sampling)  # a stream refuses what is wrong now, not at its first chunk
-        chunks = completion.complete(
-            self,
-            prompt,
-            max_tokens=max_tokens,
-            logprobs=logprobs,
-            echo=echo,
-            stop=stop,
-            stream=stream,
-            seed=seed,
-            model=model,
-            stopping_criteria=stopping_criteria,
-            logit_bias=logit_bias,
-            sampling=sampling,
-        )
-        return chunks if stream else next(chunks)
+            raise ConfigInvalid("suffix", suffix, "None (write the model's own infill tokens into the prompt)")
+        sampling = Sampling(
+            top_k, top_p, min_p, typical_p, temperature, repeat_penalty, frequency_penalty, presence_penalty, tfs_z,
+            mirostat_mode, mirostat_eta, mirostat_tau,
+            logits_processor=logits_processor, grammar=grammar, stopping_criteria=stopping_criteria,
+        )  # fmt: skip
+        return completion.complete(
+            self, prompt, sampling, max_tokens=max_tokens, logprobs=logprobs, echo=echo, stop=stop, stream=stream,
+            seed=seed, model=model, logit_bias=logit_bias,
+        )  # fmt: skip
 
     __call__ = create_completion
 
@@ -196,14 +172,14 @@ class Llama(LlamaCore):
             ValueError: a text is longer than a batch, or it was opened without ``embedding=True``.
         """
         if not self.embedding:
-            raise ArgumentInvalid("embedding", self.embedding, "True, when the Llama is made (embedding=True)")
+            raise ConfigInvalid("embedding", self.embedding, "True, when the Llama is made (embedding=True)")
         given = _input(texts, named)
         rows = [self.tokenize(text.encode()) for text in ([given] if isinstance(given, str) else given)]
         most = min(self.n_batch, self.placement.n_ubatch)
         if truncate:
             rows = [row[:most] for row in rows]
         if longest := max([len(row) for row in rows if len(row) > most], default=0):
-            raise ArgumentInvalid("input", f"{longest} tokens", f"{most} at most, a batch (truncate=True cuts them)")
+            raise ConfigInvalid("input", f"{longest} tokens", f"{most} at most, a batch (truncate=True cuts them)")
         self.reset()
         found = self.session.embed(rows, pooling=self.pooling, normalize=normalize).tolist()  # type: ignore[arg-type] # a word of POOLINGS
         output = found[0] if isinstance(given, str) else found
@@ -258,5 +234,5 @@ class Llama(LlamaCore):
 def _input(texts: str | Sequence[str], named: dict[str, str | Sequence[str]]) -> str | Sequence[str]:
     found = named.pop("input", texts)
     if named or not found:
-        raise ArgumentInvalid("input", next(iter(named), found), "a text, or several")
+        raise ConfigInvalid("input", next(iter(named), found), "a text, or several")
     return found

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from splitctl.compat.llama_cpp.arguments import ArgumentInvalid
 from splitctl.compat.llama_cpp.llama_types import Json
+from splitctl.errors import ConfigInvalid
+from splitctl.model.chat_messages import refuse_unreadable
+from splitctl.session.arguments import messages_of
 
 if TYPE_CHECKING:
     from splitctl.compat.llama_cpp.sampling import StoppingCriteriaList
@@ -86,13 +88,14 @@ class Jinja2ChatFormatter:
         self.add_generation_prompt = add_generation_prompt
 
     def __call__(self, *, messages: Sequence[Json], **kwargs: Any) -> ChatFormatterResponse:
-        """Render; ChatTemplateFailed where the template refuses the messages."""
+        """Render; ConfigInvalid where these are no messages, ChatTemplateFailed where the template refuses them."""
         from splitctl.model import chat  # noqa: PLC0415 - jinja2, which completions do not need
 
+        refuse_unreadable(chat_messages := messages_of(messages))
         given = {name: value for name, value in kwargs.items() if value is not None}
         text = chat.render(
             self.template,
-            messages,
+            chat_messages,
             bos_token=self.bos_token,
             eos_token=self.eos_token,
             chat_template_kwargs={"add_generation_prompt": self.add_generation_prompt, **given},
@@ -115,7 +118,7 @@ def hf_tokenizer_config_to_chat_formatter(
     found = {name: tokenizer_config.get(name) for name in ("chat_template", "bos_token", "eos_token")}
     for name, value in found.items():
         if not isinstance(value, str):
-            raise ArgumentInvalid(f"tokenizer_config[{name!r}]", value, "a text")
+            raise ConfigInvalid(f"tokenizer_config[{name!r}]", value, "a text")
     inner = Jinja2ChatFormatter(str(found["chat_template"]), str(found["eos_token"]), str(found["bos_token"]))
 
     def formatted(*, messages: Sequence[Json], **kwargs: Any) -> ChatFormatterResponse:
@@ -158,13 +161,13 @@ def handler_of(name: str, *, bos_token: str, eos_token: str) -> Handler:
     """Return the handler of a format by its name.
 
     Raises:
-        ArgumentInvalid: nobody knows it.
+        ConfigInvalid: nobody knows it.
     """
     if name in _handlers:
         return _handlers[name]
     if name not in TEMPLATES:
         known = " ".join(sorted({*TEMPLATES, *_handlers}))
-        raise ArgumentInvalid("chat_format", name, f"None (the model's template), a chat_handler, or one of {known}")
+        raise ConfigInvalid("chat_format", name, f"None (the model's template), a chat_handler, or one of {known}")
     inner = Jinja2ChatFormatter(TEMPLATES[name], eos_token, bos_token)
 
     def formatted(*, messages: Sequence[Json], **kwargs: Any) -> ChatFormatterResponse:

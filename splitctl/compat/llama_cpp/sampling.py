@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,15 @@ from splitctl.carry.sampling import RANDOM_SEED, SamplerSpec
 from splitctl.compat.llama_cpp.llama_grammar import LlamaGrammar
 from splitctl.engine.sampler import Constraints, LogitsProcessor, Sampler
 from splitctl.errors import ConfigInvalid
+from splitctl.placement import number, whole
 
 if TYPE_CHECKING:
     from llama_native import Model
 
 StoppingCriteria = Callable[[NDArray[np.int32], NDArray[np.float32]], bool]
+
+#: Largest penalty and bias: float32 holds many of them.
+_MOST = 1e30
 
 
 class LogitsProcessorList(list[LogitsProcessor]):
@@ -61,6 +65,8 @@ class MinTokensLogitsProcessor:
 class Sampling:
     """How tokens are drawn; names and defaults are those of ``llama_cpp.Llama.sample``.
 
+    ``stopping_criteria`` are asked before each token is given, with the tokens and the logits; true ends the answer.
+
     Raises:
         ConfigInvalid: a value that cannot be followed.
     """
@@ -80,14 +86,41 @@ class Sampling:
     penalize_nl: bool = True
     logits_processor: Sequence[LogitsProcessor] | LogitsProcessor | None = None
     grammar: LlamaGrammar | str | None = None
+    stopping_criteria: Sequence[StoppingCriteria] | StoppingCriteria | None = None
 
     def __post_init__(self) -> None:
+        for name in ("temp", "typical_p", "frequency_penalty", "presence_penalty"):
+            found = number(getattr(self, name))
+            if found is None or not abs(found) <= _MOST:
+                shown = "temperature" if name == "temp" else name
+                raise ConfigInvalid(shown, getattr(self, name), f"a number from {-_MOST:g} to {_MOST:g}")
+        for name in ("logits_processor", "stopping_criteria"):
+            object.__setattr__(self, name, _functions(name, getattr(self, name)))
         if self.mirostat_mode:
             raise ConfigInvalid("mirostat_mode", self.mirostat_mode, "0 (use temperature, top_p and min_p)")
         if self.typical_p < 1.0 and self.grammar:
             raise ConfigInvalid("typical_p", self.typical_p, "1.0 beside a grammar (use min_p)")
         if self.grammar is not None and not isinstance(self.grammar, str) and not hasattr(self.grammar, "_grammar"):
             raise ConfigInvalid("grammar", self.grammar, "a LlamaGrammar, or its text")
+        self._spec(0, 0, repeat_penalty=self.repeat_penalty)
+
+    def _spec(self, seed: int, last_n: int, *, repeat_penalty: float) -> SamplerSpec:
+        # A temperature below zero draws from the whole distribution.
+        plain = {"temp": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} if self.temp < 0.0 else {}
+        given = {name: getattr(self, name) for name in ("temp", "top_k", "top_p", "min_p")}
+        return SamplerSpec(
+            **{**given, **plain}, repeat_penalty=repeat_penalty, repeat_last_n=max(last_n, -1), seed=seed & RANDOM_SEED
+        )
+
+    @property
+    def processors(self) -> tuple[LogitsProcessor, ...]:
+        """What changes logits, in order."""
+        return self.logits_processor  # type: ignore[return-value] # since it was made
+
+    def ends(self, tokens: Sequence[int], row: NDArray[np.float32]) -> bool:
+        """Tell whether the answer ends before the token that was drawn from a row, float32[n_vocab], after tokens."""
+        held = np.array(tokens, np.int32)
+        return any(one(held, row) for one in self.stopping_criteria)  # type: ignore[union-attr] # a tuple now
 
     def sampler(self, model: Model, *, seed: int, last_n: int) -> Sampler:
         """Make a sampler that looks back at what it draws alone, as llama-cpp-python's does.
@@ -103,23 +136,13 @@ class Sampling:
         is_typical = self.typical_p < 1.0 and self.temp > 0.0
         # The chain has the first penalty alone, and has it after the processors.
         penalizes = self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or is_typical
-        processors, drawn = self._processors(), list[int]()
+        processors, drawn = list(self.processors), list[int]()
         if penalizes:
             factors = (self.repeat_penalty, self.frequency_penalty, self.presence_penalty)
             processors.append(_Penalties(drawn, last_n, factors))
         if is_typical:
             processors.append(_Typical(self.typical_p, self.top_k))
-        # A temperature below zero draws from the whole distribution.
-        is_plain = self.temp < 0.0
-        spec = SamplerSpec(
-            temp=1.0 if is_plain else self.temp,
-            top_k=0 if is_plain else self.top_k,
-            top_p=1.0 if is_plain else self.top_p,
-            min_p=0.0 if is_plain else self.min_p,
-            repeat_penalty=1.0 if penalizes else self.repeat_penalty,
-            repeat_last_n=max(last_n, -1),
-            seed=seed & RANDOM_SEED,
-        )
+        spec = self._spec(seed, last_n, repeat_penalty=1.0 if penalizes else self.repeat_penalty)
         grammar = self.grammar if isinstance(self.grammar, str) else getattr(self.grammar, "_grammar", "")
         made = Sampler(model.library, spec, model.n_vocab, Constraints(grammar, tuple(processors)))
         if penalizes:
@@ -132,27 +155,32 @@ class Sampling:
             raise
         return made
 
-    def _processors(self) -> list[LogitsProcessor]:
-        given = self.logits_processor
-        if given is None:
-            return []
-        found = [given] if callable(given) else list(given)
-        if not all(map(callable, found)):
-            raise ConfigInvalid("logits_processor", given, "a LogitsProcessorList, or a function of tokens and logits")
-        return found
+
+def _functions(name: str, given: object) -> tuple[Callable[..., Any], ...]:
+    if given is None or callable(given):
+        return () if given is None else (given,)
+    found = tuple(given) if isinstance(given, Iterable) else (None,)
+    if not all(map(callable, found)):
+        raise ConfigInvalid(name, given, "a function of tokens and a row of logits, or a list of them")
+    return found
 
 
 class Bias:
     """Adds to the logits of some tokens."""
 
-    def __init__(self, bias: Mapping[Any, Any], n_vocab: int) -> None:
+    def __init__(self, bias: object, n_vocab: int) -> None:
         """Take token ids, as numbers or texts of digits, and what is added to their logits."""
-        try:
-            pairs = {int(token): float(value) for token, value in bias.items()}
-        except (AttributeError, TypeError, ValueError) as error:
-            raise ConfigInvalid("logit_bias", bias, "token ids and numbers, such as {15043: -100.0}") from error
-        if any(not 0 <= token < n_vocab for token in pairs):
-            raise ConfigInvalid("logit_bias", bias, f"token ids from 0 to {n_vocab - 1}")
+        pairs = {}
+        for token, value in bias.items() if isinstance(bias, Mapping) else [(bias, None)]:
+            found = int(token) if isinstance(token, str) and token.isdecimal() else whole(token)
+            added = number(value)
+            if found is None or not 0 <= found < n_vocab:
+                raise ConfigInvalid(
+                    "logit_bias", token, f"token ids from 0 to {n_vocab - 1}, and what is added to each"
+                )
+            if added is None or not (abs(added) <= _MOST or added == -np.inf):
+                raise ConfigInvalid(f"logit_bias[{found}]", value, f"a number up to {_MOST:g}; -inf rules it out")
+            pairs[found] = added
         self._ids = np.array(list(pairs), np.int64)
         self._values = np.array(list(pairs.values()), np.float32)
 
