@@ -28,10 +28,10 @@ _Word = TypeVar("_Word", bound=Enum)
 def generation(
     prompt: str | Sequence[int],
     *,
-    grammar: str,
     n: int,
     sampler: Sampler,
     stop: Stop,
+    grammar: str,
     add_special: bool,
     parse_special: bool,
 ) -> GenerateRequest:
@@ -57,10 +57,10 @@ def generation(
 def chat(
     messages: Sequence[Mapping[str, Any]],
     *,
-    grammar: str,
     n: int,
     sampler: Sampler,
     stop: Stop,
+    grammar: str,
     template: Mapping[str, Any] | None,
     continues: bool,
 ) -> GenerateRequest:
@@ -69,10 +69,10 @@ def chat(
     if not said or not all(isinstance(one, Mapping) for one in said):
         raise ConfigInvalid("messages", messages, "a sequence of messages, each with role and content, at least one")
     return GenerateRequest(
-        grammar=_text("grammar", grammar),
         messages=tuple(dict(one) for one in said),
         n_predict=_count("n", n),
         sampler=sampler_of(sampler, stop),
+        grammar=_text("grammar", grammar),
         chat_template_kwargs=None if template is None else dict(template),
         continue_final_message="content" if _flag("continues", continues) else None,
     )
@@ -187,12 +187,12 @@ def _flag(name: str, value: object) -> bool:
     return value
 
 
-
-
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise ConfigInvalid(name, value, "a text")
     return value
+
+
 def _count(name: str, value: object) -> int:
     found = whole(value)
     if found is None:

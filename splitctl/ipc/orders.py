@@ -48,9 +48,9 @@ class SequenceSnapshot:
         sampler: how the next token is drawn; None: not said yet.
         n_draws: random draws made since the seed was set.
         encoder_tokens: what an encoder-decoder's encoder read.
-    """
         grammar: what is drawn follows it, in GBNF; empty: none.
         n_ruled: how many of the tokens, the newest ones, were drawn under it.
+    """
 
     seq_id: int
     tokens: tuple[int, ...]
@@ -58,9 +58,9 @@ class SequenceSnapshot:
     sampler: SamplerSpec | None = None
     n_draws: int = 0
     encoder_tokens: tuple[int, ...] = ()
-
     grammar: str = ""
     n_ruled: int = 0
+
 
 # ---- orders ----
 
@@ -139,8 +139,8 @@ class Start:
     n_draws: int = 0
     is_pending: bool = False
     n_delivered: int = 0
-
     grammar: str = ""
+
 
 @dataclass(frozen=True, slots=True)
 class Halt:
