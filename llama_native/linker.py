@@ -26,6 +26,13 @@ _CACHE_HEADER, _CACHE_ENTRY = 48, 24
 _MAX_CONF_FILES = 64
 _VIRTUAL = ("linux-vdso.", "ld-linux", "ld-musl", "ld64.")
 """Names that the loader provides itself."""
+_DEBIAN = {
+    "libgomp.so.1": "libgomp1",
+    "libstdc++.so.6": "libstdc++6",
+    "libcurl.so.4": "libcurl4",
+    "libvulkan.so.1": "libvulkan1",
+}
+"""Libraries that builds take from the system, which a small one lacks: their packages in Debian."""
 
 
 def default_folders() -> tuple[Path, ...]:
@@ -147,7 +154,8 @@ class Resolver:
                     continue
                 place = self.find(name, origin, elf, inherited)
                 if place is None:
-                    found.setdefault(f"its library {name} is missing", who)
+                    advice = f" (Debian: apt-get install {_DEBIAN[name]})" if name in _DEBIAN else ""
+                    found.setdefault(f"its library {name} is missing{advice}", who)
                     continue
                 where[name] = place
                 if name not in self._mapped:

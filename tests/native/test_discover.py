@@ -119,6 +119,17 @@ def test_missing_needed_library_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.stub
+def test_a_missing_library_of_the_system_is_named_with_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small system lacks the OpenMP runtime that prebuilt libraries need: the reason says how to get it."""
+    monkeypatch.setattr(linker.Resolver, "find", lambda *_: None)
+    gomp = compile_library(tmp_path, "libgomp", functions("gone"), "-Wl,-soname,libgomp.so.1")
+    reason = only(session_library(tmp_path, "-Wl,--no-as-needed", str(gomp))).reason
+    assert "its library libgomp.so.1 is missing (Debian: apt-get install libgomp1)" in reason
+
+
+@pytest.mark.stub
 def test_library_needed_by_a_needed_library_is_named(tmp_path: Path) -> None:
     """What a neighbour lacks is reported with the neighbour's name; $ORIGIN is followed."""
     gone = compile_library(tmp_path, "libgone", functions("gone"), "-Wl,-soname,libgone.so")
