@@ -92,6 +92,14 @@ class _Lines:
         del before
         return 0.0
 
+    def served_s(self, mode: SplitMode, n_seq: int) -> float:
+        del mode, n_seq
+        return 0.0
+
+    def others_s(self, mode: SplitMode, n_pairs: float, *, is_read: bool) -> float:
+        del mode, n_pairs, is_read
+        return 0.0
+
 
 def _between(rng: random.Random, low: float, high: float) -> float:
     """Draw a number whose logarithm is uniform."""

@@ -28,11 +28,11 @@ from splitctl.cli.options import (
 )
 from splitctl.cli.output import EXIT_OF_FAULT, ExitCode, Screen
 from splitctl.cli.profiled import find_profile, profile_json, source_line
-from splitctl.host.timing import switches_beside
+from splitctl.host.timing import served_times
 from splitctl.ipc.benching import Bencher, Benching, BenchReport
 from splitctl.ipc.jobs import Progress
 from splitctl.ipc.probes import DEADLINE_S
-from splitctl.ipc.profiles import KeptProfile, ProfileKey, day_of, driver_text, fuller, keep, profiles_folder
+from splitctl.ipc.profiles import KeptProfile, ProfileKey, driver_text, keep, with_kept
 from splitctl.ipc.reserving import Reserver, devices_told
 from splitctl.model.facts import ModelFacts, read_facts
 from splitctl.model.identity import statuses
@@ -264,14 +264,14 @@ def _run(what: Benching, screen: Screen) -> BenchReport:
 
     with Interrupts() as interrupts:
         bencher = Bencher(
-            os.environ, progress, screen.library_output, lambda: interrupts.count > 0, beside=switches_beside
+            os.environ, progress, screen.library_output, lambda: interrupts.count > 0, beside=served_times
         )
         return bencher(what)
 
 
 def _finish(kept: KeptProfile | None, report: BenchReport, n_ctx: int, told: _Telling, *, is_kept: bool) -> ExitCode:
     """Tell what was found and keep it, unless it was stopped on the way."""
-    screen, path, why = told.screen, None, ""
+    screen, path, why, stays = told.screen, None, "", ""
     if report.is_cancelled:
         message = "cancelled; nothing was kept"
         measured = None if kept is None else to_plain(kept.profile)
@@ -283,28 +283,20 @@ def _finish(kept: KeptProfile | None, report: BenchReport, n_ctx: int, told: _Te
         return screen.fail("NothingMeasured", f"no mode could be measured: {why}", ExitCode.FAILED)
     if is_kept:
         try:
-            why = _why_not(kept)
-            path = None if why else keep(kept)
+            whole, stays = with_kept(kept)
+            path = keep(whole)
         except OSError as error:
-            why = f"{error.strerror or error} ({error.filename})"
+            why, stays = f"{error.strerror or error} ({error.filename})", ""
+        screen.end_bars()
         if why:
-            screen.end_bars()
             screen.line(f"the profile was not kept: {why}")
-    body = {"kept": None if path is None else str(path), "why_not_kept": why, "seconds": report.seconds}
-    code = told(kept, n_ctx, body)
+        if stays:
+            screen.line(f"kept beside it, because this bench has less: {stays}; to forget that, remove {path} first")
+    body = {"kept": None if path is None else str(path), "kept_of_earlier": stays, "why_not_kept": why}
+    code = told(kept, n_ctx, body | {"seconds": report.seconds})
     if path is not None and not screen.as_json:
         screen.line(f"kept in {path}")
     return code
-
-
-def _why_not(kept: KeptProfile) -> str:
-    """Say why an earlier profile stays; empty where it does not."""
-    found = fuller(kept)
-    if found is None:
-        return ""
-    old, lacking = found
-    path = profiles_folder() / old.key.file_name
-    return f"that of {day_of(old)} stays, which also has {', '.join(lacking)}; raise --budget, or remove {path}"
 
 
 def _show(model: Path, placement: Placement, library: Path | None, rpc: tuple[str, ...], told: _Telling) -> ExitCode:

@@ -20,12 +20,12 @@ _SHOWN_STAGES = _STAGES[2:]
 
 _CSV = (
     "kind", "mode", "n_ubatch", "n_tokens", "n_seq", "depth", "before", "after", "way", "first", "n", "median_s",
-    "low_s", "high_s", "tokens_s", "total_s", "more_ms", *(f"{stage}_ms" for stage in _STAGES),
+    "low_s", "high_s", "tokens_s", "total_s", "more_ms", *(f"{stage}_ms" for stage in _STAGES), "n_others",
 )  # fmt: skip
 
 
 def grids(profile: Profile) -> tuple[Grid, ...]:
-    """Lay a profile out: prompts, generations, switches, and what is missing."""
+    """Lay a profile out: prompts, generations, what serving adds, switches, and what is missing."""
     found = [
         Grid(
             "prompts",
@@ -46,6 +46,25 @@ def grids(profile: Profile) -> tuple[Grid, ...]:
                 for one in mode.steps
             ),
             spare=("from - to", "-ub", "a step"),
+        ),
+        Grid(
+            "beside what another sequence holds in one cache",
+            ("mode", "-ub", "tokens", "others", "time", "without", "from - to"),
+            tuple(
+                (
+                    *_of(mode), f"{one.n_tokens:,}" if one.n_tokens > 1 else "a step", f"{one.n_others:,}",
+                    _shown(one.crowded.median), _shown(one.alone.median), _times(one.crowded)[1],
+                )
+                for mode in profile.modes
+                for one in mode.crowds
+            ),
+            spare=("from - to", "-ub"),
+        ),
+        Grid(
+            "what a host adds to a step",
+            ("mode", "streams", "time", "from - to"),
+            tuple((one.mode.value, f"{one.n_seq}", *_times(one.seconds)) for one in profile.served),
+            spare=("from - to",),
         ),
         Grid(
             "switches (stages in ms)",
@@ -109,6 +128,14 @@ def _records(profile: Profile) -> Iterator[dict[str, object]]:
                 "kind": "step", **plain, "n_tokens": step.n_seq, "n_seq": step.n_seq, "depth": step.depth,
                 **_spread(step.seconds), "tokens_s": _per_s(step.n_seq, step.seconds),
             }  # fmt: skip
+        for crowd in mode.crowds:
+            for n_others, spread in ((0, crowd.alone), (crowd.n_others, crowd.crowded)):
+                yield {
+                    "kind": "crowd", **plain, "n_tokens": crowd.n_tokens, "n_seq": 1, "n_others": n_others,
+                    **_spread(spread), "tokens_s": _per_s(crowd.n_tokens, spread),
+                }  # fmt: skip
+    for served in profile.served:
+        yield {"kind": "served", "mode": served.mode.value, "n_seq": served.n_seq, **_spread(served.seconds)}
     for one in profile.switches:
         stages = {f"{stage}_ms": getattr(one.stages_ms, stage) for stage in _STAGES}
         yield {

@@ -21,6 +21,7 @@ from splitctl.cli.profiled import (
     profile_options,
     read_rates,
     source_line,
+    unknown_line,
 )
 from splitctl.errors import ConfigInvalid
 from splitctl.outcome import WeightsTier
@@ -112,6 +113,9 @@ def explain(
         return screen.fail(type(error).__name__, str(error), ExitCode.FAILED)
     if found.stale is not None:
         screen.line(f"warning: {found.why}")
+    is_shared = placement.kv_unified and placement.n_seq_max > 1
+    if unknown := unknown_line(measured, is_shared=is_shared, is_served=False):
+        screen.line(f"warning: {unknown}")
     if work.prompt + work.generate > _FAR * measured.reach:
         screen.line(f"warning: measured up to {measured.reach:,} tokens; beyond that the straight lines go on")
     body = advice.to_json() | {"sequences": placement.n_seq_max, "profile": profile_json(found)}

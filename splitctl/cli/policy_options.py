@@ -131,7 +131,7 @@ def policy_config(
     if options.rates is not None:
         costs, source = _rated(options.rates, weights), f"rates of {options.rates}"
         return PolicyConfig(costs, source, settings)
-    from splitctl.cli.profiled import find_profile  # noqa: PLC0415 - numpy, which --help does without
+    from splitctl.cli.profiled import find_profile, unknown_line  # noqa: PLC0415 - numpy, which --help does without
     from splitctl.ipc.profiles import day_of  # noqa: PLC0415 - as above
 
     found = find_profile(model, placement, library, rpc)
@@ -140,7 +140,11 @@ def policy_config(
         raise NoNumbers(f"--policy auto cannot tell how fast the modes are: {found.why}; or give --rates FILE")
     if found.kept is None:
         log(f"policy: {found.why}; until then that profile is used")
-    costs = costs_of(kept.profile, way_of(kept.profile, weights), on_processors=kept.on_processors)
+    profile = kept.profile if placement.kv_unified else kept.profile.unshared()
+    why = unknown_line(profile, is_shared=placement.kv_unified and placement.n_seq_max > 1, is_served=True)
+    if why:
+        log(f"policy: {why}")
+    costs = costs_of(profile, way_of(profile, weights), on_processors=kept.on_processors)
     return PolicyConfig(costs, day_of(kept), settings)
 
 

@@ -70,10 +70,13 @@ def find_profile(model: Path, placement: Placement, library: Path | None, rpc: t
 def measured_with(profile: Profile, placement: Placement) -> Profile:
     """Give what was measured with the `-ub` that a user names; without one all of it, of which the fastest counts.
 
+    What sequences cost each other in one cache for all counts for such a cache alone.
+
     Raises:
         BadParameter: that size was not measured.
     """
     n = min(placement.n_ubatch, placement.n_batch)
+    profile = profile if placement.kv_unified else profile.unshared()
     if not named(["n_ubatch"]):
         return profile
     found = tuple(one for one in profile.modes if one.n_ubatch == n)
@@ -100,6 +103,26 @@ def no_room(placement: Placement, n_tokens: int, n_together: int = 1) -> str:
     of = f", {placement.n_ctx:,} for {placement.n_streams} sequences" if placement.n_streams > 1 else ""
     least = wanted * placement.n_streams
     return f"{wanted:,} tokens of prompt and answer, and the context holds {room:,}{of}; raise -c to {least}"
+
+
+def unknown_line(profile: Profile, *, is_shared: bool, is_served: bool) -> str:
+    """Say which costs of serving a profile does not know, and so count as nothing; empty where it knows all.
+
+    Args:
+        profile: the measurements.
+        is_shared: several sequences lie in one cache.
+        is_served: a host serves them.
+    """
+    unknown = [
+        *(
+            ["what sequences in one cache cost each other"]
+            if is_shared and not any(one.crowds for one in profile.modes)
+            else []
+        ),
+        *(["what a host adds to a step"] if is_served and not profile.served else []),
+    ]
+    text = " and ".join(unknown)
+    return f"{text} was not measured and counts as nothing; measure it: splitctl bench" if text else ""
 
 
 def profile_json(found: Found) -> dict[str, Any] | None:

@@ -23,6 +23,7 @@ from splitctl.cli.profiled import (
     profile_options,
     read_rates,
     source_line,
+    unknown_line,
 )
 from splitctl.ipc.jobs import Progress
 from splitctl.outcome import Via, WeightsTier
@@ -101,6 +102,9 @@ def replay(
                 return screen.fail("NoProfile", found.why, ExitCode.FAILED)
             screen.line(f"warning: {found.why}" if found.kept is None else source_line(kept))
             measured = measured_with(kept.profile, placement)
+            is_shared = placement.kv_unified and placement.n_seq_max > 1
+            if unknown := unknown_line(measured, is_shared=is_shared, is_served=True):
+                screen.line(f"warning: {unknown}")
             way = way or way_of(measured, WeightsTier.FILE)
             costs = costs_of(measured, way, on_processors=kept.on_processors)
             source = profile_json(found)

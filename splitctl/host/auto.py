@@ -205,17 +205,19 @@ class Auto:
             case Reading():
                 before, ms = self._reads.get(report.stream, (report.n_done, report.ms))
                 self._reads[report.stream] = report.n_done, report.ms
-                if mode in MODES and report.n_done > before and report.ms > ms:
-                    policy.observe_read(mode, report.n_done - before, before, (report.ms - ms) * _MS)
-                job = jobs.get(report.stream)
+                job, n = jobs.get(report.stream), report.n_done - before
+                if mode in MODES and n > 0 and report.ms > ms:
+                    others_s = policy.costs.others_s(mode, n * (self._n_shared() - before), is_read=True)
+                    policy.observe_read(mode, n, before, max((report.ms - ms) * _MS - others_s, 0.0))
                 self._is_due |= job is not None and report.n_done >= len(job.prompt)
             case Step():
                 stepped = [jobs[one.stream] for one in report.tokens if one.stream in jobs]
                 self._is_due |= any(not job.drawn for job in stepped)
                 # A first token comes from the last decode of the prompt: such a step is shorter than others.
                 if mode in MODES and stepped and all(job.drawn for job in stepped):
-                    depth = sum(len(job.prompt) + len(job.drawn) for job in stepped) / len(stepped)
-                    policy.observe_step(mode, len(stepped), depth, report.ms * _MS)
+                    g, held = len(stepped), sum(len(job.prompt) + len(job.drawn) for job in stepped)
+                    others_s = policy.costs.others_s(mode, g * self._n_shared() - held, is_read=False)
+                    policy.observe_step(mode, g, held / g, max(report.ms * _MS - others_s, 0.0))
             case Ended():
                 self._reads.pop(report.stream, None)
                 job = jobs.get(report.stream)
@@ -224,6 +226,10 @@ class Auto:
                 self._is_due = True
             case Saved():
                 self._is_due = True
+
+    def _n_shared(self) -> int:
+        """Count the tokens that all sequences hold; without one cache for all what is asked of it costs nothing."""
+        return sum(len(row.tokens) for row in self._streams.ledger.rows)
 
     def _note_switches(self, policy: Policy, now: float) -> None:
         """Tell the policy of a switch that has ended since the last look, whoever has asked for it."""

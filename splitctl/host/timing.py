@@ -1,9 +1,11 @@
-"""Times switches beside for `bench`: a hosted session that holds a prompt goes to the other mode and back."""
+"""Times a hosted session for `bench`: what a host adds to its steps, and switches beside, there and back."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,10 +14,12 @@ from splitctl.carry.sampling import SamplerSpec
 from splitctl.control.requests import GenerateRequest
 from splitctl.errors import Cancelled
 from splitctl.host.config import HostConfig
+from splitctl.host.streams import Delta, Done, Why
 from splitctl.host.supervisor import Supervisor
 from splitctl.ipc.benching import Benching
 from splitctl.outcome import Route, SwitchOptions, SwitchStatus
 from splitctl.placement import SplitMode
+from splitctl.planning.schedule import SERVED_PROMPT, SERVED_ROUNDS, SERVED_TOKENS
 
 #: How often it is asked whether to go on [seconds].
 _POLL_S = 0.1
@@ -23,9 +27,10 @@ _GREEDY = SamplerSpec(temp=0.0)
 _BESIDE = SwitchOptions(via=Route.BESIDE)
 
 Outcome = Mapping[str, Any]
+OnServed = Callable[[SplitMode, int, float], None]
 
 
-def switches_beside(
+def served_times(
     what: Benching,
     held: Sequence[int],
     on_outcome: Callable[[SplitMode, SplitMode, Outcome], None],
@@ -33,16 +38,21 @@ def switches_beside(
     env: Mapping[str, str],
     is_cancelled: Callable[[], bool],
     goes_on: Callable[[int], bool] = lambda _: True,
+    n_seqs: Sequence[int] = (),
+    on_served: OnServed = lambda *_: None,
 ) -> None:
-    """Host a session that begins in layer mode, and switch it beside to tensor mode and back.
+    """Host a session that begins in layer mode, time its steps, and switch it beside to tensor mode and back.
 
     Args:
         what: the model, and where it lies.
-        held: tokens that the session holds, ascending; once more at the first of them, to begin with.
+        held: tokens that the session holds, ascending; once more at the first of them, to begin with. None: no switch
+            is made.
         on_outcome: takes from where, to where, and the outcome, of each switch that was made.
         env: the environment of the workers.
         is_cancelled: asked all the while.
         goes_on: asked before each switch, with the tokens that it holds, whether there is time for it.
+        n_seqs: numbers of streams whose steps are timed, in layer mode and after the first switch to tensor mode.
+        on_served: takes the mode, the number of streams, and the seconds between two of their steps, several times.
 
     Raises:
         Cancelled: `is_cancelled` said so; no process is left.
@@ -50,7 +60,8 @@ def switches_beside(
         OSError: the system gives no memory file, or no process.
     """
     with TemporaryDirectory(prefix="splitctl-bench-") as folder:
-        asyncio.run(_until(_there_and_back(what, held, on_outcome, goes_on, env, Path(folder)), is_cancelled))
+        work = _hosted(what, held, on_outcome, goes_on, n_seqs, on_served, env, Path(folder))
+        asyncio.run(_until(work, is_cancelled))
 
 
 async def _until(work: Coroutine[Any, Any, None], is_cancelled: Callable[[], bool]) -> None:
@@ -63,11 +74,13 @@ async def _until(work: Coroutine[Any, Any, None], is_cancelled: Callable[[], boo
     task.result()
 
 
-async def _there_and_back(
+async def _hosted(
     what: Benching,
     held: Sequence[int],
     on_outcome: Callable[[SplitMode, SplitMode, Outcome], None],
     goes_on: Callable[[int], bool],
+    n_seqs: Sequence[int],
+    on_served: OnServed,
     env: Mapping[str, str],
     folder: Path,
 ) -> None:
@@ -82,9 +95,17 @@ async def _there_and_back(
     )
     supervisor = Supervisor(config, env=env, log=lambda _: None)
     await supervisor.start()
+    untimed = {layer, tensor}
+
+    async def time_steps(mode: SplitMode) -> None:
+        if mode in untimed:
+            untimed.remove(mode)
+            await _steps(supervisor, partial(_tokens, what), n_seqs, partial(on_served, mode))
+
     try:
-        for n_held in (held[0], *held):
-            tokens = tuple((7919 * index + 13) % max(what.facts.n_vocab, 1) for index in range(n_held))
+        await time_steps(layer)
+        for n_held in (*held[:1], *held):
+            tokens = _tokens(what, n_held)
             for before, after in ((layer, tensor), (tensor, layer)):
                 if not goes_on(n_held):
                     return
@@ -96,8 +117,44 @@ async def _there_and_back(
                 on_outcome(before, after, outcome)
                 if outcome["status"] != SwitchStatus.SWITCHED.value:
                     return
+                await time_steps(after)
     finally:
         await supervisor.stop(save=False)
+
+
+def _tokens(what: Benching, n: int, first: int = 0) -> tuple[int, ...]:
+    return tuple((7919 * index + 13) % max(what.facts.n_vocab, 1) for index in range(first, first + n))
+
+
+async def _steps(
+    supervisor: Supervisor,
+    tokens: Callable[[int, int], tuple[int, ...]],
+    n_seqs: Sequence[int],
+    on_served: Callable[[int, float], None],
+) -> None:
+    """Time what lies between the steps of so many streams: what its client waits beyond the steps themselves."""
+    for _ in range(SERVED_ROUNDS):
+        for n_seq in n_seqs:
+            # Each turn begins one of them, and steps those before it: they end together.
+            streams = (
+                _between(supervisor, tokens(SERVED_PROMPT, SERVED_PROMPT * number), SERVED_TOKENS + n_seq - 1 - number)
+                for number in range(n_seq)
+            )
+            *_, seconds = await asyncio.gather(*streams)
+            if seconds is not None:
+                on_served(n_seq, seconds)
+
+
+async def _between(supervisor: Supervisor, tokens: tuple[int, ...], n: int) -> float | None:
+    """Give the mean seconds between the steps of a stream of `n` tokens; None where it ended before."""
+    times = []
+    async for event in await supervisor.generate(GenerateRequest(tokens=tokens, n_predict=n, sampler=_GREEDY)):
+        match event:
+            case Delta(token=int()):
+                times.append(time.perf_counter())
+            case Done(why=Why.LENGTH):
+                return max(times[-1] - times[0] - event.generate_ms / 1e3, 0.0) / (len(times) - 1)
+    return None
 
 
 async def _generate(supervisor: Supervisor, tokens: tuple[int, ...]) -> None:

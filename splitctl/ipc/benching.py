@@ -12,24 +12,23 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from splitctl.errors import Cancelled, SplitctlError
 from splitctl.ipc.jobs import BenchRequest, Failure, Fault, Progress
-from splitctl.ipc.orders import Timed
+from splitctl.ipc.timed import Switches, Times
 from splitctl.ipc.timed_child import Child, ChildFailed
 from splitctl.model.facts import ModelFacts
-from splitctl.outcome import StageTimes, SwitchStatus, Via, WeightsTier
+from splitctl.outcome import SwitchStatus, Via, WeightsTier
 from splitctl.placement import FlashAttn, Placement, SplitMode
 from splitctl.planning.fitting import lacking, needs_of_mode
 from splitctl.planning.memory import DeviceFacts, plan_mode
-from splitctl.planning.profile import LeftOut, MeasuredMode, Profile, Read, Spread, Step, SwitchTime
+from splitctl.planning.profile import LeftOut, Profile, Served, Spread
 from splitctl.planning.schedule import SHORT, Look, Schedule, Wish, schedule
 from splitctl.planning.survey import Known
 
@@ -111,62 +110,6 @@ class BenchReport:
     seconds: float = 0.0
 
 
-@dataclass(slots=True)
-class _Times:
-    """What was timed, by what it was: seconds of each repetition."""
-
-    reads: dict[tuple[int, int], list[float]] = field(default_factory=dict)
-    steps: dict[tuple[int, int], list[float]] = field(default_factory=dict)
-
-    def take(self, one: Timed) -> None:
-        """Add one."""
-        (self.reads if one.is_read else self.steps).setdefault((one.n, one.depth), []).append(one.seconds)
-
-    def mode(self, cell: Cell) -> MeasuredMode | None:
-        """Sum them up; None where that says nothing of a mode."""
-        if not any(not depth for _, depth in self.reads) or not any(n == 1 for n, _ in self.steps):
-            return None
-        reads = [Read(n, depth, Spread.of(times)) for (n, depth), times in sorted(self.reads.items())]
-        steps = [Step(n, depth, Spread.of(times)) for (n, depth), times in sorted(self.steps.items())]
-        return MeasuredMode(*cell, tuple(reads), tuple(steps))
-
-
-@dataclass(slots=True)
-class _Switches:
-    """Outcomes of switches, and the steps after them, by direction, whether it was the first, and tokens held."""
-
-    way: str
-    outcomes: dict[tuple[SplitMode, SplitMode, bool, int], list[Mapping[str, Any]]] = field(default_factory=dict)
-    steps: dict[tuple[SplitMode, int], list[float]] = field(default_factory=dict)
-
-    def times(self, plain: _Switches | None) -> Iterator[SwitchTime]:
-        """Sum them up.
-
-        Args:
-            plain: those with weights from the file, which add nothing to a token.
-        """
-        for (before, after, is_first, n_held), found in sorted(self.outcomes.items(), key=lambda one: repr(one[0])):
-            pauses = [(one["total_ms"] if one["pause_ms"] is None else one["pause_ms"]) / 1e3 for one in found]
-            stages = {one.name: _middle(out["stages_ms"][one.name] for out in found) for one in fields(StageTimes)}
-            yield SwitchTime(
-                before, after, self.way, is_first, n_held,
-                pause=Spread.of(pauses),
-                total=Spread.of([one["total_ms"] / 1e3 for one in found]),
-                stages_ms=StageTimes(**stages),
-                more_ms=self._more_ms(plain, after, n_held),
-            )  # fmt: skip
-
-    def _more_ms(self, plain: _Switches | None, mode: SplitMode, n_held: int) -> float:
-        """Tell what a token takes more than with weights from the file; 0 where timings differ by as much."""
-        mine = self.steps.get((mode, n_held), [])
-        theirs = plain.steps.get((mode, n_held), []) if plain is not None else []
-        if not mine or not theirs or self.way != WeightsTier.PINNED.value:
-            return 0.0
-        # Apart by more than either differs from run to run.
-        differ = max(max(one) - min(one) for one in (mine, theirs))
-        return (median(mine) - median(theirs)) * 1e3 if min(mine) - max(theirs) > differ else 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class _Move:
     """One switch that is planned.
@@ -193,7 +136,8 @@ class Bencher:
         on_progress: called with what is being done, its share, and the time left as its note.
         on_output: called with every line that a child or the library prints.
         is_cancelled: asked all the while.
-        beside: hosts a session and switches it beside, as `host.timing.switches_beside`; None: that is not measured.
+        beside: hosts a session, times its steps and switches it beside, as `host.timing.served_times`; None: that is
+            not measured.
     """
 
     env: Mapping[str, str] = field(repr=False)
@@ -214,8 +158,9 @@ class _Run:
         self._bencher = bencher
         self._what = what
         self._started = time.monotonic()
-        self._times: dict[Cell, _Times] = {}
-        self._switches: list[_Switches] = []
+        self._times: dict[Cell, Times] = {}
+        self._switches: list[Switches] = []
+        self._served: dict[tuple[SplitMode, int], list[float]] = {}
         self._looks: dict[SplitMode, Look] = {}
         self._report = BenchReport()
         self._left_out = self._report.left_out
@@ -245,7 +190,8 @@ class _Run:
         plain = next((one for one in self._switches if one.way == WeightsTier.FILE.value), None)
         if modes:
             switches = tuple(itertools.chain.from_iterable(one.times(plain) for one in self._switches))
-            report.profile = Profile(tuple(modes), switches, tuple(self._left_out))
+            served = tuple(Served(*key, Spread.of(found)) for key, found in self._served.items())
+            report.profile = Profile(tuple(modes), switches, tuple(self._left_out), served)
         report.seconds = time.monotonic() - self._started
         return report
 
@@ -276,7 +222,7 @@ class _Run:
             self._report.flash_attn = child.placement.flash_attn
 
     def _first_numbers(self, mode: SplitMode, child: Child) -> None:
-        first = _Times()
+        first = Times()
         n_short = min(SHORT, child.placement.n_batch)
         child.measure(first.take, reads=(n_short,), n_seqs=(1,), n_steps=2)
         token_s = first.reads[n_short, 0][0] / n_short
@@ -311,6 +257,7 @@ class _Run:
             tiers=tuple(tiers),
             rounds=what.rounds,
             beside=has_beside,
+            is_shared=what.placement.kv_unified and what.placement.n_seq_max > 1,
         )
         plan = schedule(wish, self._looks, self._left_s() * _PLANNED, reopened=not self._stays)
         self._report.cuts = plan.cuts
@@ -355,12 +302,12 @@ class _Run:
 
     def _turn(self, plan: Schedule, cell: Cell, children: dict[Cell, Child], stack: ExitStack) -> bool:
         """Measure one cell once; tells whether it lives on."""
-        times = self._times.setdefault(cell, _Times())
+        times = self._times.setdefault(cell, Times())
 
         def measure(child: Child) -> None:
             child.measure(
                 times.take, reads=plan.lengths, n_seqs=plan.n_seqs, depths=plan.depths, chunk=plan.chunk,
-                n_steps=plan.n_steps,
+                n_steps=plan.n_steps, crowd=plan.crowd,
             )  # fmt: skip
 
         def work() -> None:
@@ -400,14 +347,44 @@ class _Run:
             for later_s in (plan.begin_s(later, self._looks) for later in ways[number + 1 :]):
                 if self._reserved_s + later_s <= left_s:
                     self._reserved_s += later_s
-            found = _Switches(way)
+            found = Switches(way)
             self._switches.append(found)
             if way == Via.BESIDE.value:
                 self._switch_beside(found, plan)
             else:
                 self._switch_from_each(found, plan)
+        self._serve(plan)
 
-    def _switch_from_each(self, found: _Switches, plan: Schedule) -> None:
+    def _serve(self, plan: Schedule) -> None:
+        """Time the steps of a session that is served, where no switch beside has had one."""
+        bencher, look = self._bencher, self._looks.get(SplitMode.LAYER)
+        if self._served or bencher.beside is None or look is None:
+            return
+        if self._left_s() < look.open_s + plan.served_s(look):
+            self._left_out.append(LeftOut("serving", _NO_TIME))
+            return
+        self._tell("steps of a session that is served", *self._share())
+        self._taken("serving", lambda: self._hosted(plan, (), lambda *_: None, lambda _: True))
+
+    def _hosted(
+        self, plan: Schedule, held: Sequence[int], take: Callable[..., None], goes_on: Callable[[int], bool]
+    ) -> None:
+        """Have a session hosted, its steps timed, and switched beside with so many tokens held each time."""
+        bencher = self._bencher
+
+        def served(mode: SplitMode, n_seq: int, seconds: float) -> None:
+            self._served.setdefault((mode, n_seq), []).append(seconds)
+
+        more = {"env": bencher.env, "is_cancelled": bencher.is_cancelled, "goes_on": goes_on}
+        try:
+            if bencher.beside is not None:
+                bencher.beside(self._what, held, take, n_seqs=plan.served, on_served=served, **more)
+        except (Cancelled, ChildFailed):
+            raise
+        except (SplitctlError, OSError) as error:
+            raise ChildFailed(str(error)) from error
+
+    def _switch_from_each(self, found: Switches, plan: Schedule) -> None:
         """Switch there and back, in a session that began in either mode, with weights from a tier."""
         n_wanted = 0
         for begins in _PAIR:
@@ -444,9 +421,9 @@ class _Run:
         if move.n_held == plan.held[0]:
             self._switched_s[move.is_first] = max(self._switched_s.get(move.is_first, 0.0), seconds)
 
-    def _switch_beside(self, found: _Switches, plan: Schedule) -> None:
+    def _switch_beside(self, found: Switches, plan: Schedule) -> None:
         """Have a hosted session switched beside."""
-        bencher, moves = self._bencher, list[_Move]()
+        moves = list[_Move]()
         began = 0.0
 
         def goes_on(n_held: int) -> bool:
@@ -463,25 +440,15 @@ class _Run:
             if moves:
                 self._took(plan, moves[-1], time.monotonic() - began)
 
-        def work() -> None:
-            more = {"env": bencher.env, "is_cancelled": bencher.is_cancelled, "goes_on": goes_on}
-            try:
-                if bencher.beside is not None:
-                    bencher.beside(self._what, plan.held, take, **more)
-            except (Cancelled, ChildFailed):
-                raise
-            except (SplitctlError, OSError) as error:
-                raise ChildFailed(str(error)) from error
-
         self._tell("switches beside, of a session that is served", *self._share())
-        is_done = self._taken(found.way, work)
+        is_done = self._taken(found.way, lambda: self._hosted(plan, plan.held, take, goes_on))
         if found.way in plan.ways:
             self._done_s += plan.way_s(found.way, self._looks)
         n_made = sum(map(len, found.outcomes.values()))
         if is_done and n_made < len(moves):
             self._report.cuts += (f"switches beside: {n_made}, not {2 * (1 + len(plan.held))}",)
 
-    def _from(self, begins: SplitMode, moves: Sequence[_Move], found: _Switches, plan: Schedule) -> None:
+    def _from(self, begins: SplitMode, moves: Sequence[_Move], found: Switches, plan: Schedule) -> None:
         """Switch in a session that begins in a mode, as long as there is time."""
         began = time.monotonic()
         with ExitStack() as own:
@@ -495,7 +462,7 @@ class _Run:
                 self._took(plan, move, time.monotonic() - began)
 
     def _there(
-        self, child: Child, found: _Switches, way: tuple[SplitMode, SplitMode], n_held: int, plan: Schedule,
+        self, child: Child, found: Switches, way: tuple[SplitMode, SplitMode], n_held: int, plan: Schedule,
         *, is_first: bool = False,
     ) -> None:  # fmt: skip
         """Switch one way."""
@@ -567,11 +534,6 @@ class _Run:
         left = max(round(left_s), 0)
         note = f"about {left // 60}:{left % 60:02} left" if left_s > 0.0 else "takes longer than planned"
         self._bencher.on_progress(Progress(stage, done, note))
-
-
-def _middle(times: Iterable[float | None]) -> float | None:
-    known = [one for one in times if one is not None]
-    return median(known) if known else None
 
 
 def _named(cell: Cell) -> str:

@@ -23,6 +23,7 @@ from splitctl.carry.sampling import SamplerSpec
 from splitctl.carry.seal import Seal
 from splitctl.ipc.ahead import CopiedAhead, CopyAhead, TakeAhead, TookAhead
 from splitctl.ipc.jobs import Fault, JobEvent
+from splitctl.ipc.measuring import Measure, Measured, Timed
 from splitctl.ipc.wire import kinds_of
 from splitctl.model.identity import FileIdentity
 from splitctl.outcome import SwitchOptions, Via, WeightsTier
@@ -223,32 +224,6 @@ class Restore:
 
     order: int
     path: Path
-
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """Time some work in a session that is opened for it alone (`bench`). Answered by Measured, after a Timed for each.
-
-    What is left at its default is not done. Before what counts something alike is done that does not.
-
-    Attributes:
-        reads: tokens to read at once into an empty sequence, each by itself.
-        n_seqs: sequences to generate together, each after a few tokens.
-        depths: tokens that a sequence holds when `chunk` more are read into it, ascending; after each it generates.
-        chunk: tokens.
-        n_steps: steps of a generation that count.
-        target: where to switch to; the first sequence generates after it.
-        n_held: tokens that the first sequence holds at the switch.
-    """
-
-    order: int
-    reads: tuple[int, ...] = ()
-    n_seqs: tuple[int, ...] = ()
-    depths: tuple[int, ...] = ()
-    chunk: int = 0
-    n_steps: int = 1
-    target: Placement | None = None
-    n_held: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -542,31 +517,6 @@ class Replaced:
     conversions: tuple[str, ...] = ()
     recomputed: bool = False
     reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """One thing that was timed.
-
-    Attributes:
-        is_read: whether `n` tokens were read at once; else one token was generated for each of `n` sequences.
-        depth: tokens that the sequence, or each of them, held before.
-        seconds: what it took; of several steps the mean.
-    """
-
-    order: int
-    is_read: bool
-    n: int
-    depth: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """All of a Measure is done; `outcome` is that of its switch, confirmed, or None without one."""
-
-    order: int
-    outcome: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from splitctl.model.facts import ModelFacts
 from splitctl.model.identity import model_digest
 from splitctl.placement import FlashAttn, Placement
 from splitctl.places import cache_folder
+from splitctl.planning.merging import merged
 from splitctl.planning.profile import Profile
 from splitctl.probing.verdicts import build_id
 
@@ -146,6 +147,7 @@ class KeptProfile:
         model_name: what the model calls itself.
         splitctl_version: of splitctl.
         cuts: what was left out of the measurements for want of time, one phrase each.
+        older_at: when the oldest part of it was measured, where parts are older, seconds since 1970; 0: none is.
     """
 
     key: ProfileKey
@@ -157,10 +159,12 @@ class KeptProfile:
     model_name: str
     splitctl_version: str
     cuts: tuple[str, ...] = field(default=(), metadata=LATER)
+    older_at: float = field(default=0.0, metadata=LATER)
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.made_at <= _MAX_TIME:
-            raise ConfigInvalid("made_at", self.made_at, "seconds since 1970")
+        for name in ("made_at", "older_at"):
+            if not 0.0 <= getattr(self, name) <= _MAX_TIME:
+                raise ConfigInvalid(name, getattr(self, name), "seconds since 1970")
 
     @property
     def on_processors(self) -> bool:
@@ -217,19 +221,31 @@ def keep(kept: KeptProfile, folder: Path | None = None) -> Path:
     return path
 
 
-def fuller(kept: KeptProfile, folder: Path | None = None) -> tuple[KeptProfile, tuple[str, ...]] | None:
-    """Give what is kept of the same key and still holds, if it has what a new one lacks, and that; any process.
+def with_kept(kept: KeptProfile, folder: Path | None = None) -> tuple[KeptProfile, str]:
+    """Put a new profile together with what is kept of the same key and still holds; any process.
 
     Args:
         kept: the new one.
         folder: where profiles are kept; None: in the user's cache folder.
+
+    Returns:
+        What to keep, and what of it is earlier, for a person; empty where nothing is.
     """
     try:
         old = _read((profiles_folder() if folder is None else folder) / kept.key.file_name)
     except MessageInvalid:
-        return None
-    lacking = () if old is None or old.driver != kept.driver else kept.profile.lacks(old.profile)
-    return (old, lacking) if old is not None and lacking else None
+        return kept, ""
+    if old is None or old.driver != kept.driver:
+        return kept, ""
+    whole, stays = merged(kept.profile, old.profile)
+    if not stays:
+        return dataclasses.replace(kept, profile=whole), ""
+    # What was cut of one may be in the other.
+    cuts = tuple(one for one in kept.cuts if one in old.cuts)
+    older_at = old.older_at or old.made_at
+    return dataclasses.replace(
+        kept, profile=whole, cuts=cuts, older_at=older_at
+    ), f"{', '.join(stays)} of {day_of(old)}"
 
 
 def look_up(
@@ -286,7 +302,12 @@ def look_up(
 
 def day_of(kept: KeptProfile) -> str:
     """Say from which day and build a profile is, for a person."""
-    return f"{datetime.fromtimestamp(kept.made_at).astimezone():%Y-%m-%d %H:%M} ({kept.library_version})"
+    parts = f", parts from {_minute(kept.older_at)}" if kept.older_at else ""
+    return f"{_minute(kept.made_at)}{parts} ({kept.library_version})"
+
+
+def _minute(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds).astimezone():%Y-%m-%d %H:%M}"
 
 
 def driver_text() -> str:

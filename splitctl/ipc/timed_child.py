@@ -10,7 +10,8 @@ from typing import Any, Self
 
 from splitctl.errors import Cancelled, DeadlineExceeded, SplitctlError, WorkerLost
 from splitctl.ipc.jobs import BenchRequest, Failure, Fault
-from splitctl.ipc.orders import ORDERS, Close, Failed, Measure, Measured, Opened, Timed
+from splitctl.ipc.measuring import Measure, Measured, Timed
+from splitctl.ipc.orders import ORDERS, Close, Failed, Opened
 from splitctl.ipc.process import WorkerProcess
 from splitctl.ipc.wire import to_line
 from splitctl.last_words import telling_line

@@ -6,8 +6,10 @@ Laws:
     2. While others generate a prompt is read in pieces of a micro-batch with a step of all after each, else in batches.
     3. Equal turns are one addition: until something begins or ends, nothing is gone through token by token.
     4. A switch lets everything stand still for its pause, and for as long as it slows others down by.
+    5. In a cache for all each token passes over what other requests hold; and a host adds its own to each step.
 
-Not modelled: cells that run out, and a sequence that loses what it holds; what a prompt finds cached is its own number.
+Not modelled: cells that run out, what idle sequences hold, and a sequence that loses what it holds; what a prompt finds
+cached is its own number.
 """
 
 from __future__ import annotations
@@ -161,18 +163,19 @@ class Floor:
             return None
         reading: Job | None = None
         generating: list[Job] = []
-        depth = 0
+        depth = total = 0
         for job in active:
+            total += job.n_held
             if not job.n_unread:
                 generating.append(job)
                 depth += job.n_held
             elif reading is None:
                 reading = job
         least = min([job.n_left for job in generating]) if generating else 1 << 60
-        turns, n_read, seconds = self._turns(reading, generating, depth, least)
+        turns, n_read, seconds = self._turns(reading, generating, depth, total, least)
         if self.at + seconds > until and turns > 1:
             turns = max(min(math.ceil(turns * (until - self.at) / seconds), turns), 1)
-            turns, n_read, seconds = self._turns(reading, generating, depth, turns)
+            turns, n_read, seconds = self._turns(reading, generating, depth, total, turns)
         self.at += seconds
         return self._apply(reading, generating, turns, n_read)
 
@@ -190,19 +193,28 @@ class Floor:
             own.began = self.at
             self.active.append(own)
 
-    def _turns(self, reading: Job | None, generating: list[Job], depth: int, most: int) -> tuple[int, int, float]:
-        """Count the turns, at most so many, until one ends or is read: with the tokens read, and the seconds."""
-        g = len(generating)
+    def _turns(
+        self, reading: Job | None, generating: list[Job], depth: int, total: int, most: int
+    ) -> tuple[int, int, float]:
+        """Count the turns, at most so many, until one ends or is read: with the tokens read, and the seconds.
+
+        Those who generate hold `depth` tokens together, and all who are on sequences `total`.
+        """
+        costs, g = self.costs, len(generating)
         seconds, n = 0.0, 0
         if reading is not None:
             piece = N_UBATCH if g else N_BATCH
             turns = min(-(-reading.n_unread // piece), most)
             n = min(turns * piece, reading.n_unread)
-            seconds = self.costs.read_s(self.mode, n, reading.n_held)
+            seconds = costs.read_s(self.mode, n, reading.n_held)
+            seconds += costs.others_s(self.mode, n * (total - reading.n_held + g * turns / 2), is_read=True)
         else:
             turns = most
         if g:
-            seconds += turns * (self.costs.step_s(self.mode, g, depth / g + turns / 2) + self.more_s)
+            step_s = costs.step_s(self.mode, g, depth / g + turns / 2) + self.more_s + costs.served_s(self.mode, g)
+            # Every token passes over all but its own sequence's, as they are in the middle of these turns.
+            pairs = turns * ((g - 1) * (depth + g * turns / 2) + g * (total - depth + n / 2))
+            seconds += turns * step_s + costs.others_s(self.mode, pairs, is_read=False)
         return turns, n, seconds
 
     def _apply(self, reading: Job | None, generating: list[Job], turns: int, n_read: int) -> list[Job]:

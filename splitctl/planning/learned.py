@@ -65,6 +65,20 @@ class Costs(Protocol):
         """Give the seconds that a switch out of a mode takes from who is served, beyond its pause."""
         ...
 
+    def served_s(self, mode: SplitMode, n_seq: int) -> float:
+        """Give the seconds that a host adds to a step of so many streams; no step has them in it."""
+        ...
+
+    def others_s(self, mode: SplitMode, n_pairs: float, *, is_read: bool) -> float:
+        """Give the seconds that tokens of other sequences add to a read, or to steps.
+
+        Args:
+            mode: the mode.
+            n_pairs: tokens that are computed, each times the tokens that other sequences hold meanwhile, summed up.
+            is_read: a prompt is read; else it is steps.
+        """
+        ...
+
 
 def costs_of(profile: Profile, way: str, *, on_processors: bool = False) -> Costs:
     """Take what was measured.
@@ -87,7 +101,7 @@ def costs_of(profile: Profile, way: str, *, on_processors: bool = False) -> Cost
 
 
 def costs_of_rates(rates: Rates) -> Costs:
-    """Take rates: steps of several sequences take what one of one takes, and depth adds nothing."""
+    """Take rates: steps of several sequences take what one of one takes; depth, others and a host add nothing."""
     return _Rated(rates)
 
 
@@ -105,6 +119,9 @@ class _Measured:
         self._step = [remembered(mode.step_s) for mode in modes]
         self._switch = [remembered(partial(_switch_of, profile, before, way)) for before in MODES]
         self._slowed_s = [_beyond_pause_s(profile, before, way) if is_slowed else 0.0 for before in MODES]
+        self._served = [remembered(partial(profile.served_s, mode)) for mode in MODES]
+        # Of a pair of tokens, in steps and in reads.
+        self._pair_s = [[mode.pair_s(is_read=one) for one in (False, True)] for mode in modes]
 
     def read_s(self, mode: SplitMode, n: int, depth: int) -> float:
         place = mode is MODES[1]
@@ -131,6 +148,12 @@ class _Measured:
 
     def slowed_s(self, before: SplitMode) -> float:
         return self._slowed_s[before is MODES[1]]
+
+    def served_s(self, mode: SplitMode, n_seq: int) -> float:
+        return self._served[mode is MODES[1]](n_seq)
+
+    def others_s(self, mode: SplitMode, n_pairs: float, *, is_read: bool) -> float:
+        return n_pairs * self._pair_s[mode is MODES[1]][is_read]
 
 
 def _switch_of(profile: Profile, before: SplitMode, way: str, n_tokens: int) -> tuple[float, float]:
@@ -170,6 +193,14 @@ class _Rated:
         del before
         return 0.0
 
+    def served_s(self, mode: SplitMode, n_seq: int) -> float:
+        del mode, n_seq
+        return 0.0
+
+    def others_s(self, mode: SplitMode, n_pairs: float, *, is_read: bool) -> float:
+        del mode, n_pairs, is_read
+        return 0.0
+
 
 class Learned:
     """Costs, corrected by what was served.
@@ -204,6 +235,14 @@ class Learned:
     def slowed_s(self, before: SplitMode) -> float:
         """Give the seconds that a switch out of a mode takes from who is served, beyond its pause."""
         return self._costs.slowed_s(before)
+
+    def served_s(self, mode: SplitMode, n_seq: int) -> float:
+        """Give the seconds that a host adds to a step of so many streams."""
+        return self._costs.served_s(mode, n_seq)
+
+    def others_s(self, mode: SplitMode, n_pairs: float, *, is_read: bool) -> float:
+        """Give the seconds that so many pairs of tokens add; observations are told without them."""
+        return self._costs.others_s(mode, n_pairs, is_read=is_read)
 
     def observe_read(self, mode: SplitMode, n: int, depth: int, seconds: float) -> None:
         """Note that `n` tokens were read in so many seconds."""

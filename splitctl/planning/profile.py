@@ -6,14 +6,15 @@ Laws:
        the nearest point that lies lower by more than repetitions differ; without one nothing is added. What was never
        measured in a mode is not guessed from the other mode.
     3. Seconds of a prompt are those of its uncached tokens, at the depth where they stand.
+    4. What was not measured adds nothing: profiles from before it was measured are as good as they were.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from statistics import median
 from typing import Self
@@ -29,10 +30,12 @@ _MAX_S = 1e6
 _MAX_RUNS, _MAX_THINGS = 10_000, 1_000
 #: Nothing takes less than a token at the highest rate [s].
 _LEAST_S = 1.0 / MAX_TPS
-#: Measured up to so many times as many tokens counts as deep as this: the next depth that is left out is half as deep.
-_AS_DEEP = 1.4
+#: A token of another sequence that takes less than this share of what one of the own does is passed over, not computed.
+_SKIPPED = 0.5
 #: Lines that are remembered: a profile has a few for each mode and way of a switch.
 _N_LINES = 512
+#: Metadata of a field that older profiles lack, as `ipc.wire` knows it.
+_LATER = {"later": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,53 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Crowd:
+    """One decode of one sequence, without and with tokens that another sequence holds in the same cache.
+
+    Attributes:
+        n_tokens: tokens that were read at once; 1: a step.
+        n_others: tokens that the other sequence held.
+        alone: without them, seconds.
+        crowded: with them, seconds.
+    """
+
+    n_tokens: int
+    n_others: int
+    alone: Spread
+    crowded: Spread
+
+    def __post_init__(self) -> None:
+        _checked("n_tokens", self.n_tokens, self.n_others)
+        if not self.n_others:
+            raise ConfigInvalid("n_others", self.n_others, "at least one token")
+
+    @property
+    def pair_s(self) -> float:
+        """What one token takes more for one token that another sequence holds, seconds; 0 where that may be noise."""
+        if self.crowded.median <= self.alone.high or self.crowded.low <= self.alone.median:
+            return 0.0
+        return (self.crowded.median - self.alone.median) / (self.n_tokens * self.n_others)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a host adds to each step: reports, orders, who goes on. It lies between two steps and in none.
+
+    Attributes:
+        mode: the mode in which it was measured.
+        n_seq: streams that generate together.
+        seconds: from the end of a step to the beginning of the next one.
+    """
+
+    mode: SplitMode
+    n_seq: int
+    seconds: Spread
+
+    def __post_init__(self) -> None:
+        _checked("n_seq", self.n_seq, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class MeasuredMode:
     """One split mode with one size of micro-batches.
 
@@ -125,6 +175,7 @@ class MeasuredMode:
         n_ubatch: tokens of a micro-batch.
         reads: what was read; at least one at depth 0.
         steps: what was generated; at least one of one sequence.
+        crowds: what tokens of other sequences cost in a cache for all; none where that was not measured.
 
     Raises:
         ConfigInvalid: nothing is there that says how fast it reads or generates.
@@ -134,10 +185,11 @@ class MeasuredMode:
     n_ubatch: int
     reads: tuple[Read, ...]
     steps: tuple[Step, ...]
+    crowds: tuple[Crowd, ...] = field(default=(), metadata=_LATER)
 
     def __post_init__(self) -> None:
-        _few("reads", self.reads)
-        _few("steps", self.steps)
+        for name in ("reads", "steps", "crowds"):
+            _few(name, getattr(self, name))
         if not any(one.depth == 0 and one.seconds.median > 0.0 for one in self.reads):
             raise ConfigInvalid("reads", "none at depth 0", "at least one, which took some time")
         if not any(one.n_seq == 1 and one.seconds.median > 0.0 for one in self.steps):
@@ -175,6 +227,35 @@ class MeasuredMode:
         # Steps lie on straight lines between the depths: the middle of each piece says what all of it takes.
         cuts = sorted({depth, depth + n, *(one.depth for one in self.steps if depth < one.depth < depth + n)})
         return sum((b - a) * self.step_s(n_seq, (a + b) / 2) for a, b in itertools.pairwise(cuts))
+
+    def pair_s(self, *, is_read: bool) -> float:
+        """Give the seconds that one token takes more for one token that another sequence holds in the same cache.
+
+        A library that computes all that the cache holds, whosever it is, takes as long for it as for the sequence's
+        own tokens. Of steps together `step_s` has that counted: each adds its own depth once.
+        """
+        found = [one.pair_s for one in self.crowds if (one.n_tokens > 1) is is_read]
+        if not found:
+            return 0.0
+        pair_s = median(found)
+        if is_read:
+            return pair_s
+        start, end = (pick([step.depth for step in self.steps if step.n_seq == 1]) for pick in (min, max))
+        own_s = (self.step_s(1, end) - self.step_s(1, start)) / (end - start) if end > start else math.inf
+        return pair_s if pair_s < _SKIPPED * own_s else 0.0
+
+    def others_read_s(self, n: int, depth: int, n_seq: int) -> float:
+        """Give what so many prompts of `n` tokens, read one after the other, take more in one cache for all.
+
+        While one is read those before it are whole; those after it hold `depth` tokens, as each did before.
+        """
+        pairs = n * n_seq * (n_seq - 1) * (depth + n / 2)
+        return pairs * self.pair_s(is_read=True)
+
+    def others_generate_s(self, n: int, depth: int, n_seq: int) -> float:
+        """Give what `n` steps of so many sequences, which hold `depth` tokens each, take more in one cache for all."""
+        pairs = n * n_seq * (n_seq - 1) * (depth + n / 2)
+        return pairs * self.pair_s(is_read=False)
 
     def _chunk_s(self, n: int, depth: int) -> float:
         flat = [_point(one.n_tokens, one.seconds) for one in self.reads if one.depth == 0]
@@ -267,14 +348,16 @@ class Profile:
         modes: each mode with each size of micro-batches that was tried.
         switches: the switches.
         left_out: what is missing, and why.
+        served: what a host adds to steps; none where that was not measured.
     """
 
     modes: tuple[MeasuredMode, ...]
     switches: tuple[SwitchTime, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
+    served: tuple[Served, ...] = field(default=(), metadata=_LATER)
 
     def __post_init__(self) -> None:
-        for name in ("modes", "switches", "left_out"):
+        for name in ("modes", "switches", "left_out", "served"):
             _few(name, getattr(self, name))
 
     def of(self, mode: SplitMode, n_ubatch: int | None = None) -> MeasuredMode:
@@ -313,29 +396,19 @@ class Profile:
         """Name the ways of a switch that were measured, in the order of `cost.TIMED`."""
         return tuple(one for one in TIMED if self.switch(before, after, one) is not None)
 
+    def unshared(self) -> Self:
+        """Give the same for sequences with a cache each: none of them has to do with what others hold."""
+        return replace(self, modes=tuple(replace(one, crowds=()) for one in self.modes))
+
+    def served_s(self, mode: SplitMode, n_seq: int) -> float:
+        """Give what a host adds to a step of so many streams, seconds; of a mode that lacks it, that of another."""
+        found = [one for one in self.served if one.mode is mode] or self.served
+        return max(_line([_point(one.n_seq, one.seconds) for one in found], n_seq), 0.0) if found else 0.0
+
     @property
     def reach(self) -> int:
         """Most tokens that a sequence held in a measurement of every mode."""
         return min(one.reach for one in self.modes)
-
-    def lacks(self, other: Profile) -> tuple[str, ...]:
-        """Say what another profile has and this one has not, one phrase each; none if this one is as full.
-
-        What counts is modes, of each of them how many sizes of micro-batches, how deep, how many sequences together and
-        whether it was repeated, and each way and direction of a switch.
-        """
-        found = []
-        for mode in dict.fromkeys(one.mode for one in other.modes):
-            mine, theirs = ([one for one in whose.modes if one.mode is mode] for whose in (self, other))
-            if not mine:
-                found.append(f"{mode.value} mode")
-                continue
-            found += [f"{mode.value} mode {what}" for what in _less(mine, theirs)]
-        directions = dict.fromkeys((one.before, one.after, one.way) for one in other.switches)
-        for before, after, way in directions:
-            if self.switch(before, after, way) is None:
-                found.append(f"{before.value} -> {after.value} {way}")
-        return tuple(found)
 
     def rates(self, work: Work, *, n_seq: int = 1) -> Rates:
         """Give the rates that this work would see, and what its switch would cost.
@@ -370,22 +443,6 @@ class Profile:
         )
 
 
-def _less(mine: Sequence[MeasuredMode], theirs: Sequence[MeasuredMode]) -> Iterator[str]:
-    """Say what less was measured of one mode."""
-    if len(mine) < len(theirs):
-        yield f"with {len(theirs)} sizes of -ub"
-    reaches = [max(one.reach for one in some) for some in (mine, theirs)]
-    if _AS_DEEP * reaches[0] < reaches[1]:
-        yield f"up to {reaches[1]:,} tokens"
-    together = [max(step.n_seq for one in some for step in one.steps) for some in (mine, theirs)]
-    if together[0] < together[1]:
-        yield f"with {together[1]} sequences"
-    # One repetition says nothing of how far the next one would lie.
-    repeated = [max(read.seconds.n for one in some for read in one.reads) for some in (mine, theirs)]
-    if repeated[0] == 1 < repeated[1]:
-        yield f"in {repeated[1]} repetitions"
-
-
 def _few(name: str, things: Sequence[object]) -> None:
     """Refuse more things of one kind than anybody measures: every answer goes through all of them."""
     if len(things) > _MAX_THINGS:
@@ -395,12 +452,14 @@ def _few(name: str, things: Sequence[object]) -> None:
 def _reading(mode: MeasuredMode, work: Work, n_seq: int) -> float:
     """Give the seconds that a token of each of so many prompts takes; of one that is all cached, of a short one."""
     n = max(work.uncached, 1)
-    return max(n_seq * mode.read_s(n, work.cached) / n, 1.0 / MAX_TPS)
+    seconds = n_seq * mode.read_s(n, work.cached) + mode.others_read_s(n, work.cached, n_seq)
+    return max(seconds / n, 1.0 / MAX_TPS)
 
 
 def _generating(mode: MeasuredMode, work: Work, n_seq: int) -> float:
     n = max(work.generate, 1)
-    return max(mode.generate_s(n, work.prompt, n_seq) / n, 1.0 / MAX_TPS)
+    seconds = mode.generate_s(n, work.prompt, n_seq) + mode.others_generate_s(n, work.prompt, n_seq)
+    return max(seconds / n, 1.0 / MAX_TPS)
 
 
 Point = tuple[float, float, float, float]

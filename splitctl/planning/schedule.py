@@ -25,6 +25,8 @@ SHORT = 32
 SMALL_STATE = 256
 #: Tokens that a sequence may grow by beyond what is said: steps, warming up, padding; a quarter of a small context.
 _SPARE = 256
+#: Tokens that are read beside those of another sequence.
+_CROWD = 4 * SHORT
 #: Attention makes deep reads slower than the first numbers say, and a machine is never quite idle.
 _SLOWER = 1.3
 #: Steps before those that count: so many, or fewer if they take so long [seconds].
@@ -35,6 +37,8 @@ _MOST_STEPS = 32
 _COPY = 2.0
 #: Switches there and back.
 _PAIR = 2
+#: How often steps of a served session are timed, tokens of each prompt, and of the stream that began last.
+SERVED_ROUNDS, SERVED_PROMPT, SERVED_TOKENS = 2, 8, 9
 #: Of the time that there is, what a cut has to save to be worth it [share].
 _WORTH = 0.04
 
@@ -68,6 +72,7 @@ class Wish:
         tiers: tiers of weights to switch with; the first is the last to be cut.
         rounds: repetitions.
         beside: whether switches beside are measured.
+        is_shared: whether several sequences lie in one cache.
     """
 
     n_batch: int
@@ -77,6 +82,7 @@ class Wish:
     tiers: tuple[str, ...] = ()
     rounds: int = 5
     beside: bool = False
+    is_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +101,7 @@ class Schedule:
         held: tokens that a session holds when it is switched.
         switch_rounds: times there and back for each of them.
         beside: switches beside; 0: none.
+        crowd: tokens read, and then generated after, beside what another sequence holds; 0: that is not measured.
         cuts: what is less than was wished for, one phrase each; repetitions and ways of a switch aside, of which there
             may be more in the end.
     """
@@ -110,6 +117,7 @@ class Schedule:
     held: tuple[int, ...]
     switch_rounds: int
     beside: int = 0
+    crowd: int = 0
     cuts: tuple[str, ...] = ()
 
     @property
@@ -120,9 +128,10 @@ class Schedule:
     def round_s(self, look: Look) -> float:
         """Tell how long one round takes in one mode with one size of micro-batches, seconds."""
         steps = self.n_steps * look.step_s + _warm_s(look.step_s)
-        reading = sum(n + min(n, 64) for n in self.lengths) + self.depths[-1] + self.chunk + 64
+        reading = sum(n + min(n, 64) for n in self.lengths) + self.depths[-1] + self.chunk + 64 + 2 * self.crowd
         together = sum(n * SHORT * look.token_s + (1 + n) / 2 * steps for n in self.n_seqs)
-        return _SLOWER * (reading * look.token_s + len(self.depths) * steps + together)
+        n_alone = len(self.depths) + (2 if self.crowd else 0)
+        return _SLOWER * (reading * look.token_s + n_alone * steps + together)
 
     def rounds_s(self, looks: Mapping[SplitMode, Look], *, reopened: bool = False) -> float:
         """Tell how long all rounds take, seconds.
@@ -149,7 +158,7 @@ class Schedule:
         if way == Via.BESIDE.value:
             reading = 2 * self.held[-1 if self.beside > _PAIR else 0]
             opened = (1 + self.beside) * (worst.open_s + worst.place_s)
-            return _SLOWER * (opened + reading * worst.token_s)
+            return _SLOWER * (opened + reading * worst.token_s) + _PAIR * self.served_s(worst)
         n_switches = 2 + 2 * len(self.held) * self.switch_rounds
         reading = sum(self.held) + self.held[0]
         # Where both placements stay, each of two sessions places the other one once.
@@ -157,12 +166,29 @@ class Schedule:
         seconds = 2 * worst.open_s + n_switches * self._steps_s(worst) + reading * worst.token_s
         return _SLOWER * (seconds + n_placed * worst.place_s)
 
+    def served_s(self, look: Look) -> float:
+        """Tell how long it takes to time the steps of a session that is served, in one mode, seconds."""
+        rounds = (
+            # Streams begin one after the other and end together; steps get slower by what each adds, all of it here.
+            SERVED_PROMPT * n * look.token_s / SERVED_ROUNDS + (n + SERVED_TOKENS) * (1 + n) / 2 * look.step_s
+            for n in self.served
+        )
+        return _SLOWER * SERVED_ROUNDS * sum(rounds)
+
+    @property
+    def served(self) -> tuple[int, ...]:
+        """Numbers of streams of a served session whose steps are timed: the fewest and the most."""
+        return tuple(dict.fromkeys((self.n_seqs[0], self.n_seqs[-1])))
+
     def begin_s(self, way: str, looks: Mapping[SplitMode, Look]) -> float:
         """Tell how long it takes to open a session and switch it once, seconds."""
         worst = _worst(looks)
         if worst is None:
             return 0.0
         made = _COPY * worst.place_s if way == WeightsTier.PINNED.value else 0.0
+        if way == Via.BESIDE.value:
+            # What is served there is timed as well, in both modes.
+            made = _PAIR * self.served_s(worst)
         return _SLOWER * (worst.open_s + made) + self.switch_s(way, looks)
 
     def switch_s(self, way: str, looks: Mapping[SplitMode, Look], n_held: int | None = None) -> float:
@@ -228,8 +254,10 @@ def _full(wish: Wish) -> Schedule:
     n_steps = max(1, min(_MOST_STEPS, room // 8))
     n_seqs, n_ubatches = wish.n_seqs, wish.n_ubatches
     beside = _PAIR * (1 + len(held)) if wish.beside else 0
+    # A small context has no spare room for a second sequence.
+    crowd = min(_CROWD, chunk) if wish.is_shared and chunk > 1 and wish.room >= 4 * _SPARE else 0
     return Schedule(
-        lengths, chunk, tuple(depths), n_seqs, n_steps, n_ubatches, wish.rounds, wish.tiers, held, 3, beside
+        lengths, chunk, tuple(depths), n_seqs, n_steps, n_ubatches, wish.rounds, wish.tiers, held, 3, beside, crowd
     )
 
 
@@ -255,7 +283,8 @@ def _cuts() -> Sequence[Cut]:
                 return now
             n_ubatches = tuple(n for n in now.n_ubatches if n <= chunk) or now.n_ubatches[:1]
             lengths = tuple(n for n in now.lengths if n < chunk)
-            return _fitted(replace(now, chunk=chunk, lengths=lengths, n_ubatches=n_ubatches))
+            crowd = min(now.crowd, chunk)
+            return _fitted(replace(now, chunk=chunk, lengths=lengths, n_ubatches=n_ubatches, crowd=crowd))
 
         return cut
 
@@ -272,9 +301,9 @@ def _cuts() -> Sequence[Cut]:
         most(rounds=3), most(switch_rounds=2), shallower(8192), first("n_ubatches", 2), most(n_steps=16), ends,
         most(beside=_PAIR), first("n_ubatches", 1), smaller(1024), shallower(4096), most(n_steps=8), smaller(512),
         shallower(2048), most(rounds=2), most(switch_rounds=1), first("tiers", 2), most(beside=1, n_steps=4),
-        shallower(1024), smaller(256), first("held", 1), first("tiers", 1), most(beside=0), shallower(512),
-        smaller(128), shallower(256), first("n_seqs", 1), smaller(64), shallower(0), first("lengths", 1),
-        most(rounds=1, n_steps=2), smaller(SHORT),
+        shallower(1024), smaller(256), first("held", 1), first("tiers", 1), most(beside=0), most(crowd=0),
+        shallower(512), smaller(128), shallower(256), first("n_seqs", 1), smaller(64), shallower(0),
+        first("lengths", 1), most(rounds=1, n_steps=2), smaller(SHORT),
     )  # fmt: skip
 
 
@@ -292,6 +321,7 @@ def _said(full: Schedule, now: Schedule) -> list[str]:
         "n_ubatches": "-ub",
         "n_seqs": "sequences together",
         "held": "tokens held at a switch",
+        "crowd": "tokens read beside another sequence",
         "switch_rounds": "switches of a kind",
     }
     found = []

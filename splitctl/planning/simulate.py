@@ -199,38 +199,35 @@ class _Host:
                 break
 
     def _turn(self, until: float) -> None:
-        floor, mode, started = self.floor, self.floor.mode, self.floor.at
+        floor, mode = self.floor, self.floor.mode
         before = {job.number: (job.n_unread, job.n_held, job.n_left) for job in floor.active}
         done = floor.run(until, self._held)
         if done is None:
             floor.at = until
             return
-        self._tell(mode, before, [*floor.active, *done], floor.at - started)
+        self._tell(mode, before, [*floor.active, *done])
         for job in done:
             one = self._requests[job.number]
             self._answers.ended(one.n_max, one.generated)
         self.ended += done
         self.is_due = bool(done) or any(job.first == floor.at for job in floor.active)
 
-    def _tell(
-        self, mode: SplitMode, before: dict[int, tuple[int, int, int]], after: Sequence[Job], seconds: float
-    ) -> None:
-        """Tell the policy what was served, as a worker's reports would."""
-        stepped, reads = [], []
+    def _tell(self, mode: SplitMode, before: dict[int, tuple[int, int, int]], after: Sequence[Job]) -> None:
+        """Tell the policy what was served, as a host does: without what other sequences and the host add."""
+        costs = self.floor.costs
+        stepped = []
         for job in after:
             n_unread, n_held, n_left = before.get(job.number) or self._start_of(job.number)
             if n_left > job.n_left:
                 stepped.append((n_held, n_left - job.n_left))
             elif n_unread > job.n_unread:
-                reads.append((n_unread - job.n_unread, n_held))
+                n = n_unread - job.n_unread
+                self._policy.observe_read(mode, n, n_held, costs.read_s(mode, n, n_held))
         if stepped:
             n_steps = stepped[0][1]
             depth = sum(held for held, _ in stepped) / len(stepped) + n_steps / 2
-            step = self.floor.costs.step_s(mode, len(stepped), depth) + self.floor.more_s
+            step = costs.step_s(mode, len(stepped), depth) + self.floor.more_s
             self._policy.observe_step(mode, len(stepped), depth, step, n_steps)
-            seconds -= step * n_steps
-        for n, depth in reads:
-            self._policy.observe_read(mode, n, depth, seconds)
 
     def _start_of(self, number: int) -> tuple[int, int, int]:
         job = _job(number, self._requests[number])

@@ -5,7 +5,7 @@ What is timed are the calls that a served session makes: ``Session.read``, ``Ses
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic, perf_counter
 
 from llama_native import Library, Model
@@ -14,7 +14,8 @@ from splitctl.engine.host_copy import HostCopy
 from splitctl.errors import Reason, Refused
 from splitctl.ipc import orders
 from splitctl.ipc.jobs import BenchRequest, JobEvent, Progress, Result
-from splitctl.ipc.orders import Measure, WorkerEvent
+from splitctl.ipc.measuring import Measure, Measured, Timed
+from splitctl.ipc.orders import WorkerEvent
 from splitctl.ipc.wire import MessageInvalid
 from splitctl.outcome import SwitchStatus, WeightsTier
 from splitctl.placement import SplitMode
@@ -105,7 +106,7 @@ def bench(
                 failure = logged_failure_of(error, model=request.model)
                 emit(orders.Failed(order.order, failure.fault, failure.name, failure.message))
             else:
-                emit(orders.Measured(order.order, outcome))
+                emit(Measured(order.order, outcome))
     return Result({})
 
 
@@ -141,7 +142,7 @@ class _Bench:
             self._empty()
             for seq_id in range(n_seq):
                 self._read(min(_N_SHORT, self._session.placement.n_batch), seq_id)
-            self._time_steps(order, n_seq)
+            self._time_steps(order, range(n_seq))
         if order.depths:
             self._time_depths(order)
         return None if order.target is None else self._time_switch(order)
@@ -150,10 +151,20 @@ class _Bench:
         self._empty()
         self._read(min(order.chunk, _N_WARM))
         self._empty()
+        self._time_crowd(order)
         for depth in order.depths:
             self._read_to(depth)
             self._time_read(order, order.chunk)
-            self._time_steps(order, 1)
+            self._time_steps(order, (0,))
+        self._time_crowd(order)
+
+    def _time_crowd(self, order: Measure) -> None:
+        """Time a second sequence beside what the first one holds, and empty it again."""
+        if order.crowd:
+            n_others = self._session.n_held(0)
+            self._time_read(order, order.crowd, 1, n_others)
+            self._time_steps(order, (1,), n_others)
+            self._session.remove_sequence(1)
 
     def _time_switch(self, order: Measure) -> dict[str, object]:
         session, target = self._session, order.target
@@ -164,37 +175,38 @@ class _Bench:
         outcome = session.switch(session.placement if target is None else target)
         if outcome.status is SwitchStatus.SWITCHED:
             # Its first step is the trial of it.
-            self._time_steps(order, 1)
+            self._time_steps(order, (0,))
         told = session.last_switch or outcome
         return dict(told.to_json())
 
-    def _time_read(self, order: Measure, n: int) -> None:
-        depth = self._session.n_held(0)
-        seconds = self._read(n)
-        self._emit(orders.Timed(order.order, is_read=True, n=n, depth=depth, seconds=seconds))
+    def _time_read(self, order: Measure, n: int, seq_id: int = 0, n_others: int | None = None) -> None:
+        depth = self._session.n_held(seq_id)
+        seconds = self._read(n, seq_id)
+        self._emit(Timed(order.order, is_read=True, n=n, depth=depth, seconds=seconds, n_others=n_others))
 
-    def _time_steps(self, order: Measure, n_seq: int) -> None:
-        """Time steps of the first sequences; a step decodes a token and draws the next one."""
-        seq_ids, depth = range(n_seq), self._session.n_held(0)
+    def _time_steps(self, order: Measure, seq_ids: Sequence[int], n_others: int | None = None) -> None:
+        """Time steps of some sequences; a step decodes a token and draws the next one."""
+        depth = self._session.n_held(seq_ids[0])
         for seq_id in seq_ids:
             self._session.begin(seq_id, _GREEDY)
-        self._warm_up(n_seq)
+        self._warm_up(seq_ids)
         started = perf_counter()
         for _ in range(order.n_steps):
-            self._step(n_seq)
+            self._step(seq_ids)
         seconds = (perf_counter() - started) / order.n_steps
-        self._emit(orders.Timed(order.order, is_read=False, n=n_seq, depth=depth, seconds=seconds))
+        n = len(seq_ids)
+        self._emit(Timed(order.order, is_read=False, n=n, depth=depth, seconds=seconds, n_others=n_others))
 
-    def _warm_up(self, n_seq: int = 1) -> None:
+    def _warm_up(self, seq_ids: Sequence[int] = (0,)) -> None:
         """Make steps that do not count: the CUDA backend records its graphs in the third or fourth of a kind."""
         started = perf_counter()
         for number in range(MOST_WARM_STEPS):
             if number >= LEAST_WARM_STEPS and perf_counter() - started >= WARM_S:
                 break
-            self._step(n_seq)
+            self._step(seq_ids)
 
-    def _step(self, n_seq: int) -> None:
-        for drawn in self._session.step(range(n_seq)).values():
+    def _step(self, seq_ids: Sequence[int]) -> None:
+        for drawn in self._session.step(seq_ids).values():
             if isinstance(drawn, Exception):
                 raise drawn
 

@@ -21,6 +21,7 @@ from splitctl.errors import Busy, ConfigInvalid, Parked, Refused, SplitctlError
 from splitctl.ipc import orders
 from splitctl.ipc.ahead import CopiedAhead, CopyAhead, TakeAhead, TookAhead
 from splitctl.ipc.jobs import Failure, Fault, HostRequest, JobEvent, Progress, Result
+from splitctl.ipc.measuring import Measure
 from splitctl.ipc.orders import Open, Order, Report, WorkerEvent
 from splitctl.ipc.wire import MessageInvalid
 from splitctl.outcome import Route, Stage, SwitchOutcome, SwitchStatus, to_plain
@@ -328,7 +329,7 @@ class _Server:
             case orders.GoOn():
                 self._beside = self._copying = None
                 self._handing.end_ahead()
-            case orders.Open() | orders.Close() | orders.Measure():
+            case orders.Open() | orders.Close() | Measure():
                 raise MessageInvalid("", type(order).__name__, "an order of a session that is open")
             case _:
                 number = order.order.order if isinstance(order, CheckDone) else order.order

@@ -305,30 +305,28 @@ def test_a_profile_that_cannot_be_kept_is_told(
     assert "prompts" in out
 
 
-def test_less_does_not_replace_a_fuller_profile_and_the_same_does(
+def test_a_bench_of_a_part_is_kept_with_what_there_was(
     place: _Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bench that lost a mode leaves the earlier profile, and says so; one as full, or of another driver, does not."""
+    """A bench that lost a mode tells what it has, and keeps the earlier rest; one of another driver does not."""
     place.bench()
     (path,) = place.kept
-    before = path.read_bytes()
-    place.report = BenchReport(Profile(MEASURED.modes[:1], MEASURED.switches[:1]), FlashAttn.ON)
+    place.report = BenchReport(Profile(MEASURED.modes[:1], MEASURED.switches[:2]), FlashAttn.ON)
     capsys.readouterr()
     assert place.bench("--json") == ExitCode.DONE
     out, err = capsys.readouterr()
     told = json.loads(out)
-    assert (told["kept"], len(told["profile"]["modes"])) == (None, 1)
-    assert "which also has tensor mode, layer -> tensor pinned, tensor -> layer file; raise" in told["why_not_kept"]
-    assert f"or remove {path}" in err
-    assert path.read_bytes() == before
+    assert (told["kept"], len(told["profile"]["modes"])) == (str(path), 1)
+    assert told["kept_of_earlier"].startswith("tensor mode, layer -> tensor pinned, tensor -> layer file of 20")
+    assert f"to forget that, remove {path} first" in err
+    assert len(json.loads(path.read_text())["profile"]["modes"]) == 2
     place.report = BenchReport(MEASURED, FlashAttn.ON)
     place.bench()
-    as_full = path.read_bytes()
-    assert as_full != before
+    assert "older_at" not in json.loads(path.read_text())
     monkeypatch.setattr(bench, "driver_text", lambda: "another driver")
     place.report = BenchReport(Profile(MEASURED.modes[:1]), FlashAttn.ON)
     place.bench()
-    assert path.read_bytes() != as_full
+    assert len(json.loads(path.read_text())["profile"]["modes"]) == 1
 
 
 def test_show_prints_what_is_kept(place: _Place, capsys: pytest.CaptureFixture[str]) -> None:

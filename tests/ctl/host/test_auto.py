@@ -243,6 +243,36 @@ def test_rates_keep_learning(tmp_path: Path) -> None:
     play(tmp_path, script)
 
 
+class _Shared:
+    """Costs of a cache for all, in which a pair of tokens takes a tenth of a millisecond; all else is in rates."""
+
+    def others_s(self, mode: SplitMode, n_pairs: float, *, is_read: bool) -> float:
+        assert (mode, is_read) in {(SplitMode.LAYER, True), (SplitMode.LAYER, False)}
+        return n_pairs * 1e-4
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(costs_of_rates(RATES), name)
+
+
+def test_what_other_sequences_add_is_not_learned(tmp_path: Path) -> None:
+    """A read and a step beside what another sequence holds are told without what that costs."""
+
+    async def script(scene: Scene, policy: Wishes) -> None:
+        await ask(scene.supervisor, request_of([1, 2, 3], 4))
+        await ask(scene.supervisor, request_of([5, 6], 4))
+        scene.link.report(Reading(1, 0, 0, 0.0), Reading(1, 3, 0, 6.0))
+        scene.link.draw(1, A)
+        policy.seen.clear()
+        scene.link.report(Reading(2, 0, 0, 0.0), Reading(2, 2, 0, 4.0))
+        n = scene.supervisor.status()["sequences"][0]["n_tokens"]
+        scene.link.draw(1, B)
+        (_, *_, read_s), (_, *_, step_s) = policy.seen
+        assert read_s == pytest.approx(4e-3 - 2 * n * 1e-4)
+        assert step_s == pytest.approx(1e-3 - 2 * 1e-4)
+
+    play(tmp_path, script, policy=PolicyConfig(_Shared(), "costs of a test"))
+
+
 def test_a_decision_that_takes_long_is_made_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes right after one waits for the next, which comes by itself; the loop is there for tokens meanwhile."""
     spent = iter([0.0, 0.1])

@@ -10,10 +10,11 @@ import psutil
 import pytest
 
 from splitctl.errors import Cancelled
-from splitctl.host.timing import switches_beside
+from splitctl.host.timing import served_times
 from splitctl.ipc.benching import Benching
 from splitctl.model.facts import read_facts
 from splitctl.placement import SplitMode
+from splitctl.planning.schedule import SERVED_ROUNDS
 from tests.ctl.hosting import LAYER, environment
 from tests.stublib import build, needs_compiler, write_model
 
@@ -30,16 +31,19 @@ def _what(folder: Path) -> Benching:
 
 
 def test_a_session_goes_there_and_back_until_it_is_cancelled(tmp_path: Path) -> None:
-    """Each switch goes beside and is told with its pause and what the session held; a cancel leaves no process."""
+    """Steps are timed in each mode, each switch goes beside and is told with its pause; a cancel leaves no process."""
     found: list[tuple[SplitMode, SplitMode, Mapping[str, Any]]] = []
+    served: list[tuple[SplitMode, int, float]] = []
     before = set(psutil.Process().children())
     with pytest.raises(Cancelled):
-        switches_beside(
+        served_times(
             _what(tmp_path), (16,), lambda *one: found.append(one), env=environment(tmp_path),
-            is_cancelled=lambda: len(found) > 1,
+            is_cancelled=lambda: len(found) > 1, n_seqs=(1, 2), on_served=lambda *one: served.append(one),
         )  # fmt: skip
     layer, tensor = SplitMode.LAYER, SplitMode.TENSOR
     assert [one[:2] for one in found] == [(layer, tensor), (tensor, layer)]
     assert {(one["status"], one["via"]) for *_, one in found} == {("switched", "beside")}
     assert all(0 < one["pause_ms"] < one["total_ms"] and one["n_tokens"] >= 16 for *_, one in found)
+    assert [one[:2] for one in served] == [(mode, n) for mode in (layer, tensor) for n in (1, 2) * SERVED_ROUNDS]
+    assert all(seconds >= 0.0 for *_, seconds in served)
     assert set(psutil.Process().children()) <= before

@@ -15,7 +15,7 @@ from splitctl.errors import Cancelled, Reason, Refused, WorkerLost
 from splitctl.ipc import benching
 from splitctl.ipc.benching import Bencher, Benching, BenchReport
 from splitctl.ipc.jobs import BenchRequest, Failure, Fault
-from splitctl.ipc.orders import Timed
+from splitctl.ipc.measuring import Timed
 from splitctl.ipc.timed_child import ChildFailed
 from splitctl.model.facts import read_facts
 from splitctl.outcome import StageTimes, WeightsTier
@@ -138,13 +138,18 @@ class _Played:
 
 
 def _beside(machine: _Machine, switch_s: float = 8.0) -> Callable[..., None]:
-    """Play a hosted session that is switched beside, which asks before each switch if there is time."""
+    """Play a hosted session whose steps are timed, and which asks before each switch beside if there is time."""
 
     def beside(
-        _what: Benching, held: Sequence[int], take: Callable[..., None], *, goes_on: Callable[[int], bool], **_: object
-    ) -> None:
+        _what: Benching, held: Sequence[int], take: Callable[..., None], *, goes_on: Callable[[int], bool],
+        n_seqs: Sequence[int], on_served: Callable[..., None], **_: object,
+    ) -> None:  # fmt: skip
         machine.now += 2.0
-        for n in (held[0], *held):
+        machine.log.append(("hosted", ",".join(map(str, held))))
+        for n_seq in n_seqs:
+            machine.now += 0.2
+            on_served(SplitMode.LAYER, n_seq, n_seq * 1e-3)
+        for n in (*held[:1], *held):
             for way in (_BOTH, _BOTH[::-1]):
                 if not goes_on(n):
                     return
@@ -329,7 +334,9 @@ def test_switches_beside_are_measured_where_they_fit() -> None:
     with _played(machine):
         short = Bencher({}, beside=beside)(_what(budget_s=9.0))
     assert "no time was left" in _why(short, "beside")
-    assert len(asked) == 1
+    # What a host adds to steps takes no switch.
+    assert [one[1] for one in asked[1:]] == [()]
+    assert [one.n_seq for one in _profile(short).served] == [1]
 
 
 _ALL_TIERS = (WeightsTier.FILE, WeightsTier.RESIDENT, WeightsTier.PINNED)

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from splitctl.ipc import profiles
-from splitctl.ipc.profiles import KeptProfile, ProfileKey, keep, look_up
+from splitctl.ipc.profiles import KeptProfile, ProfileKey, keep, look_up, with_kept
 from splitctl.model.facts import ModelFacts, read_facts
 from splitctl.outcome import StageTimes
 from splitctl.placement import FlashAttn, Placement, SplitMode
-from splitctl.planning.profile import LeftOut, MeasuredMode, Profile, Read, Spread, Step, SwitchTime
+from splitctl.planning.profile import Crowd, LeftOut, MeasuredMode, Profile, Read, Served, Spread, Step, SwitchTime
 from tests.stublib import write_model
 
 _PLACEMENT = Placement(devices=("CPU", "CPU"), n_threads=1)
@@ -77,6 +77,39 @@ def test_a_profile_comes_back(place: _Place) -> None:
     keep(kept, place.folder)
     other = _PLACEMENT.changed(mode=SplitMode.TENSOR, n_ctx=512, n_batch=64, n_ubatch=32, n_seq_max=4)
     assert place.look() == place.look(other) == profiles.Found(kept)
+
+
+def test_a_profile_of_before_is_read(place: _Place) -> None:
+    """A file without the fields that came later is a profile in which they are empty, and is written as it was."""
+    kept = place.kept()
+    old = keep(kept, place.folder).read_text()
+    assert not any(name in old for name in ("crowds", "served", "older_at"))
+    assert place.look().kept == kept
+    crowd = Crowd(128, 2048, _TWO, _TWO)
+    modes = tuple(dataclasses.replace(one, crowds=(crowd,)) for one in kept.profile.modes)
+    served = (Served(SplitMode.LAYER, 4, _TWO),)
+    newer = place.kept(profile=dataclasses.replace(kept.profile, modes=modes, served=served), older_at=2.0)
+    assert "crowds" in keep(newer, place.folder).read_text()
+    assert place.look().kept == newer
+
+
+def test_a_bench_of_a_part_loses_nothing_that_is_kept(place: _Place) -> None:
+    """A new bench of one mode is kept with the rest of the earlier one, and says so; of another driver it is alone."""
+    old = place.kept(cuts=("a", "b"))
+    keep(old, place.folder)
+    part = Profile(_profile(1.0).modes[:1])
+    new = place.kept(profile=part, made_at=1_800_000_000.0, cuts=("b", "c"))
+    whole, stays = with_kept(new, place.folder)
+    assert [one.mode for one in whole.profile.modes] == [SplitMode.LAYER, SplitMode.TENSOR]
+    assert whole.profile.modes[0] == part.modes[0]
+    assert whole.profile.switches == old.profile.switches
+    assert (whole.made_at, whole.older_at, whole.cuts) == (new.made_at, old.made_at, ("b",))
+    assert "parts from 2023-11-1" in profiles.day_of(whole)
+    assert stays.startswith("tensor mode, layer -> tensor file of 2023-11-1")
+    assert with_kept(dataclasses.replace(new, driver="another"), place.folder)[0].profile == part
+    assert with_kept(new, place.folder / "none") == (new, "")
+    keep(whole, place.folder)
+    assert place.look().kept == whole
 
 
 def test_a_flash_attention_that_the_library_chose_is_found(place: _Place) -> None:

@@ -16,6 +16,7 @@ from splitctl.carry.seal import Segment
 from splitctl.ipc import orders
 from splitctl.ipc.ahead import CopiedAhead, CopyAhead, TakeAhead, TookAhead
 from splitctl.ipc.jobs import Fault
+from splitctl.ipc.measuring import Measure, Measured, Timed
 from splitctl.ipc.wire import MessageInvalid, from_line, from_object, to_line, to_object
 from splitctl.outcome import Proof, Route, SwitchOptions, WeightsTier
 from splitctl.placement import FlashAttn, Placement, SplitMode
@@ -41,7 +42,7 @@ ORDERS = (
     orders.Check(5, PLACEMENT),
     orders.Save(6, Path("/x/y")),
     orders.Restore(7, Path("/x/y")),
-    orders.Measure(8, (512,), (1, 4), (0, 1024), 512, 8, PLACEMENT, 100),
+    Measure(8, (512,), (1, 4), (0, 1024), 512, 8, 64, PLACEMENT, 100),
     orders.Close(),
 )
 REPORTS = (
@@ -65,8 +66,9 @@ REPORTS = (
     orders.Checked(1, PLACEMENT, reasons=({"code": "c", "text": "t"},), conversions=("x",), state_bytes=5),
     orders.Saved(1, 2),
     orders.Replaced(1, (BOOK,)),
-    orders.Timed(1, is_read=True, n=512, depth=0, seconds=0.5),
-    orders.Measured(1, {"status": "switched"}),
+    Timed(1, is_read=True, n=512, depth=0, seconds=0.5),
+    Timed(1, is_read=False, n=1, depth=8, seconds=0.5, n_others=1024),
+    Measured(1, {"status": "switched"}),
     orders.Failed(1, Fault.CONFIG, "ConfigInvalid", "m", {"a": 1}),
     orders.Alive(),
 )

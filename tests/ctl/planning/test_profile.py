@@ -15,11 +15,13 @@ from splitctl.errors import ConfigInvalid
 from splitctl.placement import SplitMode
 from splitctl.planning.cost import MAX_TOKENS, NOISE, Choice, Work, compare
 from splitctl.planning.profile import (
+    Crowd,
     LeftOut,
     MeasuredMode,
     ModeNotMeasured,
     Profile,
     Read,
+    Served,
     Spread,
     Step,
     SwitchTime,
@@ -296,27 +298,50 @@ def test_repetitions_are_summed_up_by_their_middle_and_ends() -> None:
     assert Spread.of([0.0]).share == 0.0
 
 
-def test_what_a_profile_lacks_is_named() -> None:
-    """Less of a mode, and ways of a switch, count; more, and other sizes of micro-batches, do not."""
-    layer, tensor = MEASURED.modes
-    once = tuple(replace(one, seconds=replace(one.seconds, n=1)) for one in tensor.reads)
-    four = (*tensor.steps, Step(4, 0, exactly(0.1)))
-    for other, mine, phrase in (
-        ((layer, replace(layer, n_ubatch=1024)), (layer,), "layer mode with 2 sizes of -ub"),
-        (
-            (tensor,),
-            (replace(tensor, reads=tensor.reads[:3], steps=tensor.steps[:1]),),
-            "tensor mode up to 4,608 tokens",
-        ),
-        ((replace(tensor, steps=four),), (tensor,), "tensor mode with 4 sequences"),
-        ((tensor,), (replace(tensor, reads=once),), "tensor mode in 3 repetitions"),
-        ((layer, tensor), (layer,), "tensor mode"),
-    ):
-        assert Profile(mine).lacks(Profile(other)) == (phrase,)
-        assert Profile(other).lacks(Profile(mine)) == ()
-    assert Profile((replace(layer, n_ubatch=1024),)).lacks(Profile((layer,))) == ()
-    assert MEASURED.lacks(MEASURED) == ()
-    assert Profile(MEASURED.modes, MEASURED.switches[:2]).lacks(MEASURED) == (
-        "layer -> tensor pinned",
-        "tensor -> layer file",
+def _crowded(n_tokens: int, alone: float, crowded: float, n_others: int = 1000) -> Crowd:
+    return Crowd(n_tokens, n_others, exactly(alone), exactly(crowded))
+
+
+def test_tokens_of_others_cost_what_was_measured_of_a_pair() -> None:
+    """What a decode takes more beside others is shared by its tokens and theirs, of reads and steps by themselves."""
+    mode = replace(
+        constant(SplitMode.LAYER, 800.0, 15.0),
+        steps=(Step(1, 0, exactly(0.01)), Step(1, 1000, exactly(0.02))),
+        crowds=(_crowded(1, 0.010, 0.012), _crowded(100, 0.2, 0.3)),
     )
+    assert mode.pair_s(is_read=False) == pytest.approx(2e-6)
+    assert mode.pair_s(is_read=True) == pytest.approx(1e-6)
+    # Of two prompts of 100 tokens after 50 each the first is read beside 50, the second beside 150.
+    assert mode.others_read_s(100, 50, 2) == pytest.approx((50 + 150) * 100 * 1e-6)
+    assert mode.others_generate_s(10, 100, 3) == pytest.approx(10 * 3 * 2 * 105 * 2e-6)
+    assert mode.others_read_s(100, 50, 1) == mode.others_generate_s(10, 100, 1) == 0.0
+
+
+def test_steps_that_compute_all_of_the_cache_count_it_once() -> None:
+    """Where a token of another sequence takes as long as one of the own, steps together have it already."""
+    steps = (Step(1, 0, exactly(0.01)), Step(1, 1000, exactly(0.02)))
+    mode = replace(constant(SplitMode.LAYER, 800.0, 15.0), steps=steps, crowds=(_crowded(1, 0.01, 0.02),))
+    assert mode.pair_s(is_read=False) == 0.0
+
+
+def test_what_was_not_measured_adds_nothing() -> None:
+    """Without crowds and served steps, with noise that makes others cheap, and with a cache each, nothing is added."""
+    mode = constant(SplitMode.LAYER, 800.0, 15.0)
+    assert mode.pair_s(is_read=True) == MEASURED.served_s(SplitMode.LAYER, 8) == 0.0
+    assert replace(mode, crowds=(_crowded(100, 0.3, 0.2),)).pair_s(is_read=True) == 0.0
+    noisy = Crowd(100, 1000, Spread(0.2, 0.1, 0.25, 3), Spread(0.24, 0.21, 0.3, 3))
+    assert replace(mode, crowds=(noisy,)).pair_s(is_read=True) == 0.0
+    crowded = replace(mode, crowds=(_crowded(100, 0.2, 0.3),))
+    assert Profile((crowded,)).unshared() == Profile((mode,))
+    work = Work(prompt=1000, generate=100)
+    both = Profile((crowded, MEASURED.modes[1]), MEASURED.switches)
+    assert both.rates(work, n_seq=1) == MEASURED.rates(work, n_seq=1)
+    assert both.rates(work, n_seq=4).layer.prompt_tps < MEASURED.rates(work, n_seq=4).layer.prompt_tps
+
+
+def test_what_a_host_adds_lies_on_a_line_between_numbers_of_streams() -> None:
+    """Between one stream and the most a straight line is taken; a mode without numbers of its own has the other's."""
+    served = (Served(SplitMode.LAYER, 1, exactly(0.001)), Served(SplitMode.LAYER, 5, exactly(0.005)))
+    profile = replace(MEASURED, served=served)
+    assert profile.served_s(SplitMode.LAYER, 3) == pytest.approx(0.003)
+    assert profile.served_s(SplitMode.TENSOR, 5) == pytest.approx(0.005)

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from splitctl.placement import SplitMode
 from splitctl.planning.cost import ModeRates, Rates
 from splitctl.planning.floor import Floor, Job
-from splitctl.planning.learned import MODES, Costs, costs_of_rates
+from splitctl.planning.learned import MODES, Costs, Learned, costs_of_rates
 from splitctl.planning.policy import Decision, Policy, Settings, Situation
 from splitctl.planning.simulate import Comparison, Course, compare, follow, stay
 from splitctl.planning.traces import Request
@@ -36,6 +37,51 @@ def test_requests_share_steps_and_wait_for_a_sequence() -> None:
     # The second prompt is read in a turn with the first one's first step.
     assert course.waits_s == (0.0, 0.0, pytest.approx(1.004, abs=0.002))
     assert course.busy_s == pytest.approx(31 * 0.05 + 3 * 0.002, abs=0.003)
+
+
+class _Served:
+    """Costs with what a host adds to a step and what a pair of tokens takes, s; all else takes what rates say."""
+
+    def __init__(self, served_s: float, read_s: float, step_s: float) -> None:
+        self._of, self._pairs = served_s, (step_s, read_s)
+
+    def served_s(self, mode: SplitMode, n_seq: int) -> float:
+        assert mode in MODES
+        return self._of * n_seq
+
+    def others_s(self, mode: SplitMode, n_pairs: float, *, is_read: bool) -> float:
+        assert mode in MODES
+        return self._pairs[is_read] * n_pairs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_COSTS, name)
+
+
+def test_what_a_host_and_other_sequences_add_is_added_exactly() -> None:
+    """Each step takes what a host adds to so many streams, and each token all that others hold; one alone has none."""
+    request = Request(0.0, 1000, 0, 10)
+    alone = stay([request], _COSTS, _LAYER, 1).busy_s
+    assert stay([request], _Served(0.5, 0.25, 0.125), _LAYER, 1).busy_s == pytest.approx(alone + 10 * 0.5)
+    two = [request, replace(request, prompt=100, generated=20)]
+    plain = stay(two, _COSTS, _LAYER, 2).busy_s
+    # While the second prompt is read the first one makes its first token; then they make 9 together, and 11 are left.
+    n_steps = 1 + 9 * 2 + 11
+    assert stay(two, _Served(0.5, 0.0, 0.0), _LAYER, 2).busy_s == pytest.approx(plain + 0.5 * n_steps)
+    # The second prompt is read beside 1,000 tokens and half of the one that is made meanwhile.
+    assert stay(two, _Served(0.0, 0.25, 0.0), _LAYER, 2).busy_s == pytest.approx(plain + 0.25 * 100 * 1000.5)
+    # That one passes over half of the prompt; of the 9, in the middle, each over 100 + 4.5 and 1,001 + 4.5 tokens.
+    n_pairs = 50 + 9 * (104.5 + 1005.5)
+    assert stay(two, _Served(0.0, 0.0, 0.125), _LAYER, 2).busy_s == pytest.approx(plain + 0.125 * n_pairs)
+
+
+def test_the_policy_is_told_what_was_measured_alone() -> None:
+    """What a host and other sequences add is not taken for a mode that is slower than measured."""
+    costs = _Served(0.5, 0.25, 0.125)
+    learned = Learned(costs)
+    two = [Request(0.0, 1000, 0, 10), Request(0.0, 100, 0, 20)]
+    follow(two, Policy(learned, Settings(max_pause_s=0.0)), costs, _LAYER, 2)
+    for kind, size in (("read", False), ("read", True), ("step", 1), ("step", 2)):
+        assert learned.factor(kind, _LAYER, size) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(

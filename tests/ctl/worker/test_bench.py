@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from splitctl.ipc.orders import Measure, Timed
+from splitctl.ipc.measuring import Measure, Timed
 from splitctl.placement import Placement
 from splitctl.planning.schedule import LEAST_WARM_STEPS, MOST_WARM_STEPS, WARM_S
 from splitctl.worker import bench
@@ -30,6 +30,9 @@ class _Session:
     def read(self, seq_id: int, tokens: list[int]) -> int:
         self._held[seq_id] += len(tokens)
         return len(tokens)
+
+    def prefill(self, tokens: list[int]) -> None:
+        self.read(0, tokens)
 
     def remove_sequence(self, seq_id: int) -> None:
         self._held[seq_id] = 0
@@ -65,3 +68,19 @@ def test_a_slow_machine_is_not_warmed_up_for_long(monkeypatch: pytest.MonkeyPatc
     session = _Session(step_s, n_slow=0)
     _timed(monkeypatch, session, n_steps=2)
     assert session.n_steps == n_warm + 2
+
+
+def test_a_second_sequence_is_timed_alone_and_beside_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read and steps of a second sequence are timed before and after the depths, and tell what the first one held."""
+    session = _Session(0.004, n_slow=0)
+    monkeypatch.setattr(bench, "perf_counter", lambda: session.now)
+    told: list[Any] = []
+    order = Measure(1, depths=(0, 64), chunk=64, crowd=16, n_steps=2)
+    bench._Bench(session, told.append).carry_out(order)  # type: ignore[arg-type]
+    alone, beside = told[:2], told[-2:]
+    assert [(one.is_read, one.n, one.depth, one.n_others) for one in alone] == [(True, 16, 0, 0), (False, 1, 16, 0)]
+    assert [(one.is_read, one.n, one.depth) for one in beside] == [(True, 16, 0), (False, 1, 16)]
+    assert {one.n_others for one in beside} == {session.n_held(0)}
+    assert session.n_held(0) >= 128
+    assert session.n_held(1) == 0
+    assert all(one.n_others is None for one in told[2:-2])
