@@ -115,7 +115,7 @@ def unpack(archive: Path, to: Path) -> Path:
 
 
 def pythons(named: Sequence[Path], *, only: bool = False) -> Iterator[tuple[str, Path]]:
-    """Find the Pythons of this machine that are new enough, each minor version once: version and file, the oldest first.
+    """Find the Pythons that are new enough, each minor version once: version and file, the oldest first.
 
     Args:
         named: files to look at first.
