@@ -1,12 +1,13 @@
 """Let a hosted session switch by itself under two kinds of clients, and hold it to its bounds and the simulator's word.
 
     python -m tools.soak_auto [--json] [--seconds 300] [--switches N] [--clients 8] [--long N] [--short N]
-                              [--rates FILE] [--max-wait S] [--min-stay S] [--weights TIER] [--judge N] [--threads N]
-                              [--device A,B] [--lib PATH] [--model FILE]
+                              [--rates FILE] [--bench S] [--max-wait S] [--min-stay S] [--weights TIER] [--judge N]
+                              [--threads N] [--device A,B] [--lib PATH] [--model FILE]
 
 Half of the clients ask for short answers to long prompts, the others for long answers to short prompts, each for one
 after the other until the time is over. No two prompts are alike. The numbers are those of the profile that splitctl
-bench has kept, or of --rates. All answers are greedy.
+bench has kept, or of --rates. Without one splitctl bench measures first, in 240 s, and with --bench S always, in so
+many seconds. All answers are greedy.
 
 requests, tokens     answers, and tokens of them
 switches             how they ended
@@ -26,10 +27,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import itertools
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -40,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from splitctl.carry.sampling import SamplerSpec
-from splitctl.cli.policy_options import PolicyOptions, policy_config
+from splitctl.cli.policy_options import NoNumbers, PolicyOptions, policy_config
 from splitctl.control.requests import GenerateRequest
 from splitctl.host.config import HostConfig, HostState, PolicyConfig
 from splitctl.host.events import SwitchEnded, TrialEnded
@@ -53,12 +56,14 @@ from splitctl.planning.policy import Policy
 from splitctl.planning.simulate import follow, stay
 from splitctl.planning.traces import Request
 from tools import greedy_gaps
-from tools.places import small_model, usable_library
+from tools.places import CHECKOUT, small_model, usable_library
 
 _MOST_JUDGED = 24
 #: A loop that is busy wakes up late [s].
 _LATE_S = 1.0
 _DEADLINE_S = 300.0
+#: How long a bench may take where no profile is kept [s].
+_BENCH_S = 240.0
 #: How long a switch is waited for at the end [s].
 _PATIENCE_S = 300.0
 _PASSAGE = (
@@ -241,6 +246,23 @@ def summary(
     }
 
 
+def measure(model: Path, library: Path, placement: Placement, seconds: float) -> None:
+    """Let splitctl bench make and keep the profile of what is served here.
+
+    Raises:
+        SystemExit: it could not.
+    """
+    # The context is the bench's own: it has room for what is measured at depth.
+    flags = placement.changed(mode=SplitMode.LAYER, n_ctx=0).describe().removeprefix("-sm layer ").split()
+    modes = [word for mode in MODES for word in ("-sm", mode.value)]
+    words = ["-m", str(model), "--lib", str(library), *flags, *modes, "--ubatch", str(placement.n_ubatch)]
+    command = [sys.executable, "-m", "splitctl", "bench", *words, "--budget", str(seconds)]
+    _say(" ".join(command))
+    done = subprocess.run(command, cwd=CHECKOUT, stdout=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        raise SystemExit(f"splitctl bench ended with exit status {done.returncode}; run it by hand to see why")
+
+
 def run(asked: argparse.Namespace) -> dict[str, Any]:
     """Do all of it."""
     library, model = usable_library(asked.lib), asked.model or small_model()
@@ -258,7 +280,16 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
     )
     bounds = {"min_stay_s": asked.min_stay, "max_wait_s": asked.max_wait}
     options = PolicyOptions(is_on=True, rates=asked.rates, bounds=bounds)
-    policy = policy_config(options, model, placement, library, (), asked.weights, _say)
+    find = functools.partial(policy_config, options, model, placement, library, (), asked.weights, _say)
+    try:
+        if asked.bench is not None:
+            measure(model, library, placement, asked.bench)
+        policy = find()
+    except NoNumbers:
+        if asked.bench is not None:
+            raise
+        measure(model, library, placement, _BENCH_S)
+        policy = find()
     with tempfile.TemporaryDirectory() as folder:
         config = HostConfig(
             model=model,
@@ -301,6 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--long", type=int, default=400, help="tokens of a long prompt or answer (default: 400)")
     parser.add_argument("--short", type=int, default=24, help="tokens of short ones (default: 24)")
     parser.add_argument("--rates", type=Path, help="a file of rates (default: the kept profile)")
+    parser.add_argument("--bench", type=float, metavar="S", help="let splitctl bench measure first, in so many seconds")
     parser.add_argument("--max-wait", type=float, default=20.0, help="longest that a prompt is held, s (default: 20)")
     parser.add_argument("--min-stay", type=float, default=2.0, help="least time between two switches, s (default: 2)")
     parser.add_argument("--judge", type=int, default=_MOST_JUDGED, help="most texts to judge (default: 24)")
@@ -310,6 +342,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lib", type=Path, help="the libllama (default: the first usable one)")
     parser.add_argument("--model", type=Path, help="the GGUF (default: SmolLM2 in the user's cache)")
     asked = parser.parse_args(arguments)
+    if asked.bench is not None and asked.rates is not None:
+        parser.error("--bench makes a profile, and --rates takes its place; leave out one of them")
     result = run(asked)
     if asked.json:
         print(json.dumps(result))

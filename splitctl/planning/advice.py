@@ -137,13 +137,7 @@ def _advise(profile: Profile, work: Work, n_seq: int, way: str | None, switch_s:
 
 
 def _stay(profile: Profile, mode: SplitMode, work: Work, n_seq: int) -> float:
-    one = profile.of(mode)
-    seconds = n_seq * one.read_s(work.uncached, work.cached) + one.generate_s(work.generate, work.prompt, n_seq)
-    return (
-        seconds
-        + one.others_read_s(work.uncached, work.cached, n_seq)
-        + one.others_generate_s(work.generate, work.prompt, n_seq)
-    )
+    return sum(profile.work_s(profile.of(mode), work, n_seq))
 
 
 def _stays(stays: Mapping[Choice, float]) -> str:

@@ -396,6 +396,26 @@ class Profile:
         """Name the ways of a switch that were measured, in the order of `cost.TIMED`."""
         return tuple(one for one in TIMED if self.switch(before, after, one) is not None)
 
+    def work_s(self, mode: MeasuredMode, work: Work, n_seq: int) -> tuple[float, float]:
+        """Give the seconds of so many sequences in one mode: of their prompts, one after the other, and answers.
+
+        Several sequences are those of a host; one alone needs none.
+        """
+        reading = n_seq * mode.read_s(work.uncached, work.cached)
+        steps = mode.generate_s(work.generate, work.prompt, n_seq)
+        if n_seq > 1:
+            reading += mode.others_read_s(work.uncached, work.cached, n_seq)
+            steps += mode.others_generate_s(work.generate, work.prompt, n_seq)
+            steps += work.generate * self.served_s(mode.mode, n_seq)
+        return reading, steps
+
+    def _token_s(self, mode: MeasuredMode, work: Work, n_seq: int) -> tuple[float, float]:
+        """Give the seconds of a token of each prompt, and of each answer; where there is none, of a short one."""
+        n = max(work.prompt, 1)
+        one = Work(n, max(work.generate, 1), min(work.cached, n - 1))
+        reading, steps = self.work_s(mode, one, n_seq)
+        return max(reading / one.uncached, 1.0 / MAX_TPS), max(steps / one.generate, 1.0 / MAX_TPS)
+
     def unshared(self) -> Self:
         """Give the same for sequences with a cache each: none of them has to do with what others hold."""
         return replace(self, modes=tuple(replace(one, crowds=()) for one in self.modes))
@@ -420,7 +440,7 @@ class Profile:
             ModeNotMeasured: one of the two modes was not measured, or no switch between them.
         """
         layer, tensor = self.of(SplitMode.LAYER), self.of(SplitMode.TENSOR)
-        both = [(_reading(one, work, n_seq), _generating(one, work, n_seq)) for one in (layer, tensor)]
+        both = [self._token_s(one, work, n_seq) for one in (layer, tensor)]
         (read_l, make_l), (read_t, make_t) = both
         before, after = (SplitMode.LAYER, SplitMode.TENSOR) if read_l <= read_t else (SplitMode.TENSOR, SplitMode.LAYER)
         times = {way: self.switch(before, after, way, work.prompt * n_seq) for way in self.ways(before, after)}
@@ -447,19 +467,6 @@ def _few(name: str, things: Sequence[object]) -> None:
     """Refuse more things of one kind than anybody measures: every answer goes through all of them."""
     if len(things) > _MAX_THINGS:
         raise ConfigInvalid(name, f"{len(things):,} entries", f"{_MAX_THINGS:,} at most")
-
-
-def _reading(mode: MeasuredMode, work: Work, n_seq: int) -> float:
-    """Give the seconds that a token of each of so many prompts takes; of one that is all cached, of a short one."""
-    n = max(work.uncached, 1)
-    seconds = n_seq * mode.read_s(n, work.cached) + mode.others_read_s(n, work.cached, n_seq)
-    return max(seconds / n, 1.0 / MAX_TPS)
-
-
-def _generating(mode: MeasuredMode, work: Work, n_seq: int) -> float:
-    n = max(work.generate, 1)
-    seconds = mode.generate_s(n, work.prompt, n_seq) + mode.others_generate_s(n, work.prompt, n_seq)
-    return max(seconds / n, 1.0 / MAX_TPS)
 
 
 Point = tuple[float, float, float, float]

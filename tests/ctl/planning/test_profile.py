@@ -343,5 +343,9 @@ def test_what_a_host_adds_lies_on_a_line_between_numbers_of_streams() -> None:
     """Between one stream and the most a straight line is taken; a mode without numbers of its own has the other's."""
     served = (Served(SplitMode.LAYER, 1, exactly(0.001)), Served(SplitMode.LAYER, 5, exactly(0.005)))
     profile = replace(MEASURED, served=served)
+    work, tensor = Work(prompt=1000, generate=100), MEASURED.modes[1]
+    assert profile.work_s(tensor, work, 1) == MEASURED.work_s(tensor, work, 1)
+    more_s = profile.work_s(tensor, work, 5)[1] - MEASURED.work_s(tensor, work, 5)[1]
+    assert more_s == pytest.approx(100 * 0.005)
     assert profile.served_s(SplitMode.LAYER, 3) == pytest.approx(0.003)
     assert profile.served_s(SplitMode.TENSOR, 5) == pytest.approx(0.005)

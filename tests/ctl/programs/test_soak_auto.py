@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from splitctl.cli.bench import bench
+from splitctl.placement import Placement, SplitMode
 from tests.native.real import NEWEST, library_of
 from tests.tool import run_tool
+from tools import soak_auto
 from tools.greedy_gaps import Gaps
 from tools.soak_auto import Answer, busy, summary
 
@@ -55,6 +59,27 @@ def test_what_is_wrong_is_a_fault(more: dict[str, Any], fault: str) -> None:
     usual = {"answers": [_answer(1.0, 2.0)], "status": _STATUS, "ended": _ENDED, "said": _SAID, "gaps": [_RIGHT]}
     (found,) = summary(**usual | {"max_wait_s": 4.0} | more)["faults"]
     assert fault in found
+
+
+def test_it_measures_what_it_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The bench is of the model, library, devices, threads and sequences that are served, in both modes."""
+    ran: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
+        ran.append(command)
+        return subprocess.CompletedProcess(command, len(ran) - 1)
+
+    monkeypatch.setattr(soak_auto.subprocess, "run", run)
+    placement = Placement(devices=("CPU", "CPU"), n_ctx=3584, n_seq_max=8, kv_unified=True, n_threads=1)
+    soak_auto.measure(tmp_path / "a model.gguf", tmp_path / "lib.so", placement, 30.0)
+    assert ran[0][1:4] == ["-m", "splitctl", "bench"]
+    with bench.make_context("bench", ran[0][4:]) as context:
+        asked = context.params
+    assert (asked["model"], asked["library"]) == (tmp_path / "a model.gguf", tmp_path / "lib.so")
+    assert (asked["modes"], asked["budget_s"]) == ((SplitMode.LAYER, SplitMode.TENSOR), 30.0)
+    assert (asked["n_seq_max"], asked["n_threads"], asked["kv_unified"]) == (8, 1, True)
+    with pytest.raises(SystemExit, match="ended with exit status 1"):
+        soak_auto.measure(tmp_path / "a model.gguf", tmp_path / "lib.so", placement, 30.0)
 
 
 @pytest.mark.build
