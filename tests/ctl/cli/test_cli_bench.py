@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from splitctl.cli import bench
 from splitctl.cli.bench_text import csv_of, grids, markdown_of, print_tables
 from splitctl.cli.main import main
 from splitctl.cli.output import ExitCode
+from splitctl.cli.profiled import unknown_line
 from splitctl.ipc import profiles
 from splitctl.ipc.benching import Bencher, Benching, BenchReport
 from splitctl.ipc.jobs import Failure, Fault
@@ -26,8 +28,8 @@ from splitctl.ipc.reserving import Reserved, Reserver
 from splitctl.ipc.wire import from_object
 from splitctl.outcome import to_plain
 from splitctl.placement import FlashAttn, SplitMode
-from splitctl.planning.profile import LeftOut, Profile
-from tests.ctl.planning.profiles import MEASURED
+from splitctl.planning.profile import Crowd, LeftOut, Profile, Served
+from tests.ctl.planning.profiles import MEASURED, exactly
 from tests.stublib import write_model
 
 _ROOT = Path(__file__).parents[3]
@@ -327,6 +329,40 @@ def test_a_bench_of_a_part_is_kept_with_what_there_was(
     place.report = BenchReport(Profile(MEASURED.modes[:1]), FlashAttn.ON)
     place.bench()
     assert len(json.loads(path.read_text())["profile"]["modes"]) == 1
+
+
+def test_what_serving_adds_is_shown() -> None:
+    """Decodes beside another sequence's tokens, and what a host adds, are tables and lines of their own."""
+    crowd = Crowd(128, 2048, exactly(0.5), exactly(0.625))
+    modes = tuple(replace(one, crowds=(crowd,)) for one in MEASURED.modes)
+    told = replace(MEASURED, modes=modes, served=(Served(SplitMode.LAYER, 8, exactly(0.002)),))
+    text = markdown_of(told)
+    assert "| layer | 512 | 128 | 2,048 | 625.0 ms | 500.0 ms |" in text
+    assert "| layer | 8 | 2.0 ms |" in text
+    rows = [*csv.DictReader(csv_of(told).splitlines())]
+    crowds = [(one["mode"], one["n_others"], one["median_s"]) for one in rows if one["kind"] == "crowd"]
+    assert crowds[:2] == [("layer", "0", "0.5"), ("layer", "2048", "0.625")]
+    assert [(one["n_seq"], one["median_s"]) for one in rows if one["kind"] == "served"] == [("8", "0.002")]
+    assert "another sequence holds" not in markdown_of(MEASURED)
+
+
+@pytest.mark.parametrize(
+    ("is_shared", "is_served", "said"),
+    [
+        (True, True, " and what a host"),
+        (True, False, "each other was not"),
+        (False, True, "a host"),
+        (False, False, ""),
+    ],
+)
+def test_what_a_profile_does_not_know_of_serving_is_said(*, is_shared: bool, is_served: bool, said: str) -> None:
+    """Only what counts for the question is named, and nothing where it was measured."""
+    text = unknown_line(MEASURED, is_shared=is_shared, is_served=is_served)
+    assert said in text
+    assert bool(text) == bool(said)
+    modes = tuple(replace(one, crowds=(Crowd(128, 2048, exactly(0.5), exactly(0.6)),)) for one in MEASURED.modes)
+    known = replace(MEASURED, modes=modes, served=(Served(SplitMode.LAYER, 8, exactly(0.002)),))
+    assert not unknown_line(known, is_shared=is_shared, is_served=is_served)
 
 
 def test_show_prints_what_is_kept(place: _Place, capsys: pytest.CaptureFixture[str]) -> None:
