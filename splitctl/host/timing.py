@@ -38,20 +38,21 @@ def served_times(
     env: Mapping[str, str],
     is_cancelled: Callable[[], bool],
     goes_on: Callable[[int], bool] = lambda _: True,
-    n_seqs: Sequence[int] = (),
+    n_seqs: Callable[[], Sequence[int]] = tuple,
     on_served: OnServed = lambda *_: None,
 ) -> None:
-    """Host a session that begins in layer mode, time its steps, and switch it beside to tensor mode and back.
+    """Host a session that begins in layer mode, switch it beside to tensor mode and back, and time its steps.
 
     Args:
         what: the model, and where it lies.
-        held: tokens that the session holds, ascending; once more at the first of them, to begin with. None: no switch
-            is made.
+        held: tokens that the session holds, ascending; once more at the first of them, to begin with. Without any
+            no switch is made.
         on_outcome: takes from where, to where, and the outcome, of each switch that was made.
         env: the environment of the workers.
         is_cancelled: asked all the while.
         goes_on: asked before each switch, with the tokens that it holds, whether there is time for it.
-        n_seqs: numbers of streams whose steps are timed, in layer mode and after the first switch to tensor mode.
+        n_seqs: asked at the end, when what streams leave in the cache goes into no switch any more: the numbers of
+            streams for whose steps there is time.
         on_served: takes the mode, the number of streams, and the seconds between two of their steps, several times.
 
     Raises:
@@ -79,47 +80,51 @@ async def _hosted(
     held: Sequence[int],
     on_outcome: Callable[[SplitMode, SplitMode, Outcome], None],
     goes_on: Callable[[int], bool],
-    n_seqs: Sequence[int],
+    n_seqs: Callable[[], Sequence[int]],
     on_served: OnServed,
     env: Mapping[str, str],
     folder: Path,
 ) -> None:
-    layer, tensor = SplitMode.LAYER, SplitMode.TENSOR
     config = HostConfig(
         model=what.model,
         library=what.library,
-        placement=what.placed((layer, what.n_ubatches[0])),
+        placement=what.placed((SplitMode.LAYER, what.n_ubatches[0])),
         rpc=what.rpc,
         deadline_s=what.deadline_s,
         state_folder=folder,
     )
     supervisor = Supervisor(config, env=env, log=lambda _: None)
     await supervisor.start()
-    untimed = {layer, tensor}
-
-    async def time_steps(mode: SplitMode) -> None:
-        if mode in untimed:
-            untimed.remove(mode)
-            await _steps(supervisor, partial(_tokens, what), n_seqs, partial(on_served, mode))
-
     try:
-        await time_steps(layer)
-        for n_held in (*held[:1], *held):
-            tokens = _tokens(what, n_held)
-            for before, after in ((layer, tensor), (tensor, layer)):
-                if not goes_on(n_held):
-                    return
-                if before is layer:
-                    await _generate(supervisor, tokens)
-                outcome = await supervisor.switch({"mode": after}, _BESIDE)
-                # The first step is the trial of it.
-                await _generate(supervisor, tokens)
-                on_outcome(before, after, outcome)
-                if outcome["status"] != SwitchStatus.SWITCHED.value:
-                    return
-                await time_steps(after)
+        mode = await _there_and_back(supervisor, partial(_tokens, what), held, on_outcome, goes_on)
+        await _steps(supervisor, partial(_tokens, what), n_seqs(), partial(on_served, mode))
     finally:
         await supervisor.stop(save=False)
+
+
+async def _there_and_back(
+    supervisor: Supervisor,
+    tokens_of: Callable[[int], tuple[int, ...]],
+    held: Sequence[int],
+    on_outcome: Callable[[SplitMode, SplitMode, Outcome], None],
+    goes_on: Callable[[int], bool],
+) -> SplitMode:
+    """Switch as long as there is time and it goes well; returns the mode in the end."""
+    layer, tensor = SplitMode.LAYER, SplitMode.TENSOR
+    for n_held in (*held[:1], *held):
+        tokens = tokens_of(n_held)
+        for before, after in ((layer, tensor), (tensor, layer)):
+            if not goes_on(n_held):
+                return before
+            if before is layer:
+                await _generate(supervisor, tokens)
+            outcome = await supervisor.switch({"mode": after}, _BESIDE)
+            # The first step is the trial of it.
+            await _generate(supervisor, tokens)
+            on_outcome(before, after, outcome)
+            if outcome["status"] != SwitchStatus.SWITCHED.value:
+                return before
+    return layer
 
 
 def _tokens(what: Benching, n: int, first: int = 0) -> tuple[int, ...]:

@@ -372,13 +372,16 @@ class _Run:
         """Have a session hosted, its steps timed, and switched beside with so many tokens held each time."""
         bencher = self._bencher
 
+        def n_seqs() -> Sequence[int]:
+            return plan.served if self._left_s() >= plan.served_s(self._looks[SplitMode.LAYER]) else ()
+
         def served(mode: SplitMode, n_seq: int, seconds: float) -> None:
             self._served.setdefault((mode, n_seq), []).append(seconds)
 
         more = {"env": bencher.env, "is_cancelled": bencher.is_cancelled, "goes_on": goes_on}
         try:
             if bencher.beside is not None:
-                bencher.beside(self._what, held, take, n_seqs=plan.served, on_served=served, **more)
+                bencher.beside(self._what, held, take, n_seqs=n_seqs, on_served=served, **more)
         except (Cancelled, ChildFailed):
             raise
         except (SplitctlError, OSError) as error:

@@ -158,7 +158,7 @@ class Schedule:
         if way == Via.BESIDE.value:
             reading = 2 * self.held[-1 if self.beside > _PAIR else 0]
             opened = (1 + self.beside) * (worst.open_s + worst.place_s)
-            return _SLOWER * (opened + reading * worst.token_s) + _PAIR * self.served_s(worst)
+            return _SLOWER * (opened + reading * worst.token_s) + self.served_s(worst)
         n_switches = 2 + 2 * len(self.held) * self.switch_rounds
         reading = sum(self.held) + self.held[0]
         # Where both placements stay, each of two sessions places the other one once.
@@ -167,7 +167,7 @@ class Schedule:
         return _SLOWER * (seconds + n_placed * worst.place_s)
 
     def served_s(self, look: Look) -> float:
-        """Tell how long it takes to time the steps of a session that is served, in one mode, seconds."""
+        """Tell how long it takes to time the steps of a session that is served, seconds."""
         rounds = (
             # Streams begin one after the other and end together; steps get slower by what each adds, all of it here.
             SERVED_PROMPT * n * look.token_s / SERVED_ROUNDS + (n + SERVED_TOKENS) * (1 + n) / 2 * look.step_s
@@ -187,8 +187,8 @@ class Schedule:
             return 0.0
         made = _COPY * worst.place_s if way == WeightsTier.PINNED.value else 0.0
         if way == Via.BESIDE.value:
-            # What is served there is timed as well, in both modes.
-            made = _PAIR * self.served_s(worst)
+            # The steps of what is served there are timed as well.
+            made = self.served_s(worst)
         return _SLOWER * (worst.open_s + made) + self.switch_s(way, looks)
 
     def switch_s(self, way: str, looks: Mapping[SplitMode, Look], n_held: int | None = None) -> float:

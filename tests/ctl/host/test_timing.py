@@ -31,19 +31,30 @@ def _what(folder: Path) -> Benching:
 
 
 def test_a_session_goes_there_and_back_until_it_is_cancelled(tmp_path: Path) -> None:
-    """Steps are timed in each mode, each switch goes beside and is told with its pause; a cancel leaves no process."""
+    """Each switch goes beside and is told with its pause and what the session held; a cancel leaves no process."""
     found: list[tuple[SplitMode, SplitMode, Mapping[str, Any]]] = []
-    served: list[tuple[SplitMode, int, float]] = []
     before = set(psutil.Process().children())
     with pytest.raises(Cancelled):
         served_times(
             _what(tmp_path), (16,), lambda *one: found.append(one), env=environment(tmp_path),
-            is_cancelled=lambda: len(found) > 1, n_seqs=(1, 2), on_served=lambda *one: served.append(one),
+            is_cancelled=lambda: len(found) > 1,
         )  # fmt: skip
     layer, tensor = SplitMode.LAYER, SplitMode.TENSOR
     assert [one[:2] for one in found] == [(layer, tensor), (tensor, layer)]
     assert {(one["status"], one["via"]) for *_, one in found} == {("switched", "beside")}
     assert all(0 < one["pause_ms"] < one["total_ms"] and one["n_tokens"] >= 16 for *_, one in found)
-    assert [one[:2] for one in served] == [(mode, n) for mode in (layer, tensor) for n in (1, 2) * SERVED_ROUNDS]
-    assert all(seconds >= 0.0 for *_, seconds in served)
     assert set(psutil.Process().children()) <= before
+
+
+def test_steps_of_a_served_session_are_timed_at_the_end(tmp_path: Path) -> None:
+    """What lies between steps is told for each number of streams, after the switches, where there is time for it."""
+    told: list[tuple[Any, ...]] = []
+    served_times(
+        _what(tmp_path), (16,), lambda *one: told.append(one[:2]), env=environment(tmp_path),
+        is_cancelled=lambda: False, goes_on=lambda _: not told, n_seqs=lambda: (1, 2),
+        on_served=lambda *one: told.append(one),
+    )  # fmt: skip
+    tensor = SplitMode.TENSOR
+    assert told[0] == (SplitMode.LAYER, tensor)
+    assert [one[:2] for one in told[1:]] == [(tensor, 1), (tensor, 2)] * SERVED_ROUNDS
+    assert all(0.0 <= seconds < 60.0 for *_, seconds in told[1:])

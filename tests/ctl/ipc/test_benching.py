@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -142,21 +143,20 @@ def _beside(machine: _Machine, switch_s: float = 8.0) -> Callable[..., None]:
 
     def beside(
         _what: Benching, held: Sequence[int], take: Callable[..., None], *, goes_on: Callable[[int], bool],
-        n_seqs: Sequence[int], on_served: Callable[..., None], **_: object,
+        n_seqs: Callable[[], Sequence[int]], on_served: Callable[..., None], **_: object,
     ) -> None:  # fmt: skip
         machine.now += 2.0
         machine.log.append(("hosted", ",".join(map(str, held))))
-        for n_seq in n_seqs:
+        for n, way in itertools.product((*held[:1], *held), (_BOTH, _BOTH[::-1])):
+            if not goes_on(n):
+                break
+            machine.now += switch_s
+            outcome = {"status": "switched", "n_tokens": n + 2, "total_ms": 2000.0, "pause_ms": 50.0}
+            stages = dict.fromkeys(one.name for one in fields(StageTimes))
+            take(*way, {**outcome, "stages_ms": stages})
+        for n_seq in n_seqs():
             machine.now += 0.2
             on_served(SplitMode.LAYER, n_seq, n_seq * 1e-3)
-        for n in (*held[:1], *held):
-            for way in (_BOTH, _BOTH[::-1]):
-                if not goes_on(n):
-                    return
-                machine.now += switch_s
-                outcome = {"status": "switched", "n_tokens": n + 2, "total_ms": 2000.0, "pause_ms": 50.0}
-                stages = dict.fromkeys(one.name for one in fields(StageTimes))
-                take(*way, {**outcome, "stages_ms": stages})
 
     return beside
 
