@@ -93,7 +93,8 @@ def _served(new: Profile, old: Profile, stays: list[str]) -> Iterator[Served]:
         now, was = ([one for one in whose.served if one.mode is mode] for whose in (new, old))
         most = [max((one.n_seq for one in some), default=0) for some in (now, was)]
         if most[0] < most[1]:
-            stays.append(f"what a host adds to steps of {most[1]} streams in {mode.value} mode")
+            n = f"{most[1]} stream{'' if most[1] == 1 else 's'}"
+            stays.append(f"what a host adds to steps of {n} in {mode.value} mode")
         yield from was if most[0] < most[1] else now
 
 
