@@ -109,6 +109,14 @@ def test_a_bad_grammar_or_a_prompt_without_room_touches_nothing(session: Session
         session.text("x", grammar="start ::= [a-z]")
     with pytest.raises(ConfigInvalid, match="grammar"):
         session.text("x", grammar='root ::= "open')
+    # The library's stack would end, and the process with it.
+    for deep in ("(" * 100_000, "(" * 40_000 + '"a"' + ")" * 40_000, '"\\"(" (' * 40_000):
+        with pytest.raises(ConfigInvalid, match="1000 deep at most"):
+            session.text("x", grammar=f"root ::= {deep}")
+    with pytest.raises(ConfigInvalid, match="10000 at most"):
+        session.text("x", grammar="root::=a\n" + "a::=a\n" * 100_000)
+    many = 'root ::= "((" [(\\]] ("a") ' + '("(" "a") ' * 3000
+    assert session.text("x", n=1, sampler=GREEDY, grammar=many).step() == ""
     with pytest.raises(ContextFull):
         session.text([5] * 300).read()
     with pytest.raises(ContextFull):
