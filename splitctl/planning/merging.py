@@ -3,7 +3,8 @@
 Laws:
     1. What was measured anew, and not with less, stands in place of the earlier; all else of the earlier stays.
     2. What counts together stays together: a mode with one size of micro-batches, and one way of a switch in one
-       direction, are of one bench, so that no line goes through points of two days.
+       direction, are of one bench, so that no line goes through points of two days. What others cost is a pair of times
+       of its own.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ def _modes(new: Profile, old: Profile, stays: list[str]) -> Iterator[MeasuredMod
             yield was
         elif less := [*_less(now, was)]:
             stays += [f"{name} mode {what}" for what in less]
-            yield was
+            yield replace(was, crowds=now.crowds or was.crowds)
         else:
             # A bench of one sequence says nothing of several.
-            yield now if now.crowds else replace(now, crowds=was.crowds)
+            yield replace(now, crowds=now.crowds or was.crowds)
     yield from mine.values()
 
 

@@ -62,6 +62,9 @@ def test_what_only_several_sequences_show_stays() -> None:
     old = Profile((replace(_NEW, crowds=(crowd,)),), served=eight)
     found, stays = merged(Profile((_NEW,), served=one), old)
     assert found.modes[0].crowds == (crowd,)
+    # One that is not as deep brings what an older profile could not have.
+    shallow = replace(_NEW, reads=_NEW.reads[:3], steps=_NEW.steps[:1], crowds=(crowd,))
+    assert merged(Profile((shallow,)), Profile((_NEW,)))[0] == Profile((replace(_NEW, crowds=(crowd,)),))
     assert found.served == eight
     assert stays == ("what a host adds to steps of 8 streams in layer mode",)
     assert merged(Profile((_NEW,), served=eight), Profile((_NEW,), served=one))[0].served == eight
