@@ -374,7 +374,11 @@ async def _opened(target: Target, request: ControlRequest, patience: Patience) -
             opening.add_done_callback(_hang_up)
             raise
         else:
-            target.tell()
+            try:
+                target.tell()
+            except BaseException:  # of the program's own callback
+                call.close()
+                raise
             return call
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from splitctl.carry.sampling import SAMPLER_PARAMS, SamplerSpec
 from splitctl.control.requests import (
@@ -17,12 +16,10 @@ from splitctl.control.requests import (
 )
 from splitctl.errors import ConfigInvalid
 from splitctl.outcome import Proof, Route
-from splitctl.placement import Changes, Placement, PlacementInvalid, SplitMode, number, whole
+from splitctl.placement import Changes, Placement, PlacementInvalid, SplitMode, flag, seconds, whole, word
 
 Sampler = SamplerSpec | Mapping[str, Any] | None
 Stop = str | Sequence[str] | None
-
-_Word = TypeVar("_Word", bound=Enum)
 
 
 def generation(
@@ -43,8 +40,8 @@ def generation(
     }
     if isinstance(prompt, str):
         flags = {
-            "add_special": _flag("add_special", add_special),
-            "parse_special": _flag("parse_special", parse_special),
+            "add_special": flag("add_special", add_special),
+            "parse_special": flag("parse_special", parse_special),
         }
         return GenerateRequest(prompt=prompt, **flags, **more)  # type: ignore[arg-type]
     tokens = [] if isinstance(prompt, bytes) else _list("prompt", prompt, "a text, or tokens")
@@ -73,8 +70,8 @@ def chat(
         n_predict=_count("n", n),
         sampler=sampler_of(sampler, stop),
         grammar=_text("grammar", grammar),
-        chat_template_kwargs=None if template is None else dict(template),
-        continue_final_message="content" if _flag("continues", continues) else None,
+        chat_template_kwargs=None if template is None else _variables(template),
+        continue_final_message="content" if flag("continues", continues) else None,
     )
 
 
@@ -92,8 +89,8 @@ def switch(
     return SwitchRequest(
         changes_of(target, changes),
         word("proof", proof, Proof),
-        convert=_flag("convert", convert),
-        force=_flag("force", force),
+        convert=flag("convert", convert),
+        force=flag("force", force),
         timeout_s=seconds("timeout_s", timeout_s),
         via=word("via", via, Route),
     )
@@ -109,7 +106,7 @@ def check(
 ) -> CheckRequest:
     """Ask what a switch would do; raises ConfigInvalid."""
     found = changes_of(target, changes)
-    flags = {"convert": _flag("convert", convert), "force": _flag("force", force)}
+    flags = {"convert": flag("convert", convert), "force": flag("force", force)}
     return CheckRequest(found, **flags, via=word("via", via, Route))
 
 
@@ -157,22 +154,6 @@ def sampler_of(given: Sampler, stop: Stop) -> SamplerSpec:
     return SamplerSpec(**{**fields, "stop": stop})
 
 
-def word(name: str, value: object, kind: type[_Word]) -> _Word:
-    """Take an enum, or its word; raises ConfigInvalid with all words."""
-    try:
-        return kind(value.lower() if isinstance(value, str) else value)
-    except ValueError as error:
-        raise ConfigInvalid(name, value, "one of " + " ".join(one.value for one in kind)) from error
-
-
-def seconds(name: str, value: object) -> float | None:
-    """Take a time, seconds, or None for any; raises ConfigInvalid."""
-    found = None if value is None else number(value)
-    if value is not None and (found is None or not 0.0 <= found < float("inf")):
-        raise ConfigInvalid(name, value, "seconds, 0 or more, or None for as long as it takes")
-    return found
-
-
 def limit(name: str, value: object) -> float:
     """Take a time, seconds; raises ConfigInvalid."""
     found = seconds(name, value)
@@ -181,23 +162,17 @@ def limit(name: str, value: object) -> float:
     return found
 
 
-def _flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigInvalid(name, value, "True or False")
-    return value
-
-
-def _text(name: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise ConfigInvalid(name, value, "a text")
-    return value
-
-
 def _count(name: str, value: object) -> int:
     found = whole(value)
     if found is None:
         raise ConfigInvalid(name, value, "a whole number; -1: until the model ends or the context is full")
     return found
+
+
+def _variables(value: object) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(one, str) for one in value):
+        raise ConfigInvalid("template", value, "variables of the template, by name")
+    return dict(value)
 
 
 def _list(name: str, value: object, wanted: str) -> list[Any]:
@@ -218,3 +193,9 @@ def _path(value: object, *, is_web: bool) -> Path:
     if len(Path(value).parts) != 1:
         raise ConfigInvalid("path", str(value), "a name without a folder: a server has one for files")
     return Path("/") / value
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ConfigInvalid(name, value, "a text")
+    return value

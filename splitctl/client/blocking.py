@@ -457,7 +457,11 @@ def _opened(target: Target, request: ControlRequest, patience: Patience) -> AnyC
             patience.turn_s()
             time.sleep(LOOK_S)
         else:
-            target.tell()
+            try:
+                target.tell()
+            except BaseException:  # of the program's own callback
+                call.close()
+                raise
             return call
 
 

@@ -129,6 +129,15 @@ class AnswerBroken(SplitctlError):
         )
 
 
+UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""What reading a message of another release raises: a field that is not there, or of another kind."""
+
+
+def unreadable(name: str, error: Exception) -> HostIncompatible:
+    """Give the error for a message of session or URL `name` that could not be read."""
+    return HostIncompatible(name, f"says what this release does not read ({type(error).__name__}: {error})")
+
+
 _OF_FAULT: Mapping[Fault, type[RequestFailed]] = {
     Fault.BUSY: HostBusy,
     Fault.PARKED: HostParked,

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from splitctl.client.errors import AnswerBroken, HostIncompatible, typed
+from splitctl.client.errors import UNREADABLE, AnswerBroken, typed, unreadable
 from splitctl.client.values import (
     Answer,
     AnswerEvent,
@@ -26,6 +26,7 @@ from splitctl.errors import SplitctlError
 from splitctl.ipc.jobs import Fault, RequestFailed
 from splitctl.ipc.stop_texts import Usage
 from splitctl.outcome import SwitchOutcome
+from splitctl.placement import whole
 
 E_co = TypeVar("E_co", covariant=True)
 R_co = TypeVar("R_co", covariant=True)
@@ -89,8 +90,8 @@ class AnswerReader:
             case "begun":
                 return Begun(body["n_prompt"], body["n_reused"])
             case "delta":
-                delta = Delta(body["text"], body["token"], body["index"])
-                self._pieces.append(delta.text)
+                delta = Delta(body["text"], whole(body["token"]), body["index"])
+                self._pieces.append("" + delta.text)
                 if delta.token is not None:
                     self.tokens.append(delta.token)
                 return delta
@@ -194,9 +195,8 @@ class Transcript(Generic[E, R]):
                     self.events.append(event)
             except SplitctlError as error:
                 self._fail(error)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                what = f"says what this release does not read ({type(error).__name__}: {error})"
-                self._fail(HostIncompatible(self._name, what))
+            except UNREADABLE as error:
+                self._fail(unreadable(self._name, error))
 
     def fail(self, error: SplitctlError) -> None:
         """End with an error."""

@@ -192,6 +192,8 @@ def target_of(
     on_restart: Callable[[Restarted], None] | None,
 ) -> Target:
     """Give the target of a name or of a URL; raises ConfigInvalid for both, or for what is neither."""
+    if on_restart is not None and not callable(on_restart):
+        raise ConfigInvalid("on_restart", on_restart, "None, or a function of a Restarted")
     times = {"timeout_s": limit("timeout_s", timeout_s), "reconnect_s": limit("reconnect_s", reconnect_s)}
     if url is None:
         if api_key is not None:

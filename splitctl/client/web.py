@@ -13,13 +13,13 @@ import socket
 import ssl
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from http.client import parse_headers
+from http.client import HTTPException, parse_headers
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from splitctl.client.errors import HostIncompatible, ServerUnreachable
+from splitctl.client.errors import UNREADABLE, HostIncompatible, ServerUnreachable, unreadable
 from splitctl.client.web_messages import IDENTITY_HEADER, Completion, Events, Message, Translator, asked, refusal
-from splitctl.control.client import ControlAnswer, ControlEvent, HostGone
+from splitctl.control.client import MAX_ANSWER_BYTES, ControlAnswer, ControlEvent, HostGone, wait
 from splitctl.control.requests import ControlRequest, SwitchRequest
 from splitctl.errors import ConfigInvalid, SplitctlError
 
@@ -64,7 +64,7 @@ def web_address(url: str, api_key: str | None) -> WebAddress:
         raise ConfigInvalid("url", url, wanted)
     if not url.isascii() or not url.isprintable() or " " in url:
         raise ConfigInvalid("url", url, f"{wanted}, in ASCII")
-    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+    if api_key is not None and not (str(api_key) == api_key and api_key.isascii() and api_key.isprintable()):
         raise ConfigInvalid("api_key", "a key that no header can hold", "printable ASCII")
     prefix = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
     is_secure = parts.scheme == "https"
@@ -148,7 +148,7 @@ class Exchange:
                 chunk += self._socket.recv(_CHUNK_BYTES)
         except (BlockingIOError, ssl.SSLWantReadError):
             pass
-        except (ConnectionResetError, ssl.SSLError):
+        except OSError:  # reset, or the way to it is gone
             self.is_over = True
         body = bytes(chunk) if self.status else self._read_head(chunk)
         self._n_body += len(body)
@@ -177,10 +177,13 @@ class Exchange:
             return b""
         first, _, lines = head.partition(b"\r\n")
         words = first.split(maxsplit=2)
-        if not first.startswith(b"HTTP/1.") or len(words) < 2 or not words[1].isdigit():
+        if not first.startswith(b"HTTP/1.") or len(words) < 2 or not words[1].isdigit() or len(words[1]) != 3:
             raise HostIncompatible(self._address.url, "answers in another language than HTTP")
         self.status = int(words[1])
-        named = parse_headers(io.BytesIO(lines + b"\r\n\r\n"))
+        try:
+            named = parse_headers(io.BytesIO(lines + b"\r\n\r\n"))
+        except HTTPException as error:
+            raise HostIncompatible(self._address.url, f"answers with a head that is none ({error})") from error
         self.headers = {name.lower(): value for name, value in named.items()}
         if "transfer-encoding" in self.headers:
             raise HostIncompatible(self._address.url, "answers a request of HTTP/1.0 in chunks")
@@ -253,6 +256,11 @@ class WebCall:
         try:
             self._read_stages(messages)
             self._read_main(messages)
+        except UNREADABLE as error:
+            told = unreadable(self._address.url, error)
+            if not messages:
+                raise told from error
+            self._failure = told
         except SplitctlError as error:
             if not messages:
                 raise
@@ -267,7 +275,7 @@ class WebCall:
             with suppress(ServerUnreachable, HostGone, HostIncompatible):
                 asking = Exchange(self._address, "POST", "/split-mode/cancel", {}, self._connect_s)
                 with closing(asking):
-                    while not asking.is_over and select.select([asking], [], [], self._connect_s)[0]:
+                    while not asking.is_over and wait([asking.fileno()], self._connect_s):
                         asking.read()
         elif isinstance(self._translator, Completion):
             self._main.hang_up()
@@ -315,6 +323,8 @@ class WebCall:
             raise
         if self._main.status >= 300:
             self._refusal += chunk
+            if len(self._refusal) > MAX_ANSWER_BYTES:
+                raise HostGone(self._address.url, f"said {len(self._refusal)} bytes without an end and was left")
             if self._main.is_over:
                 raise refusal(
                     self._main.status, self._main.headers.get("location", ""), bytes(self._refusal), self._address.url

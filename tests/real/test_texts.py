@@ -116,7 +116,7 @@ def test_a_bad_grammar_or_a_prompt_without_room_touches_nothing(session: Session
     with pytest.raises(ConfigInvalid, match="10000 at most"):
         session.text("x", grammar="root::=a\n" + "a::=a\n" * 100_000)
     many = 'root ::= "((" [(\\]] ("a") ' + '("(" "a") ' * 3000
-    assert session.text("x", n=1, sampler=GREEDY, grammar=many).step() == ""
+    assert not session.text("x", grammar=many).is_over
     with pytest.raises(ContextFull):
         session.text([5] * 300).read()
     with pytest.raises(ContextFull):

@@ -129,6 +129,9 @@ WRONG: list[tuple[Callable[[splitctl.Client], Any], str]] = [
     (lambda one: one.chat([]), "at least one"),
     (lambda one: one.policy("always"), "auto or off"),
     (lambda one: one.save(""), "the path of a file"),
+    (lambda one: one.chat([{"role": "user", "content": "a"}], template="x"), "by name"),  # type: ignore[arg-type]
+    (lambda _: splitctl.Client(on_restart=5), "a function of a Restarted"),  # type: ignore[arg-type]
+    (lambda _: splitctl.Client(url="http://a", api_key=7), "printable ASCII"),  # type: ignore[arg-type]
     (lambda _: splitctl.Client("a/b"), "letters, digits"),
     (lambda _: splitctl.Client(7), "a session's name"),  # type: ignore[arg-type]
     (lambda _: splitctl.Client("http://a"), "url='http://a'"),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import splitctl
-from splitctl.client import Delta, Paused, Restarted, Resumed, SwitchStage
+from splitctl.client import Delta, Paused, Restarted, Resumed, SwitchStage, web
 from splitctl.errors import Busy, ConfigInvalid, Parked, Refused
 from splitctl.host import events
 from splitctl.host.streams import Done, Why
@@ -203,7 +203,40 @@ OTHERS: list[tuple[bytes, type[Exception], str]] = [
         "does not know the request",
     ),
     (_answer(b"0\r\n\r\n", Transfer_Encoding="chunked"), splitctl.HostIncompatible, "in chunks"),
+    (b"HTTP/1.1 " + b"9" * 5000 + b" OK\r\n\r\n", splitctl.HostIncompatible, "another language"),
+    (b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 200 + b"\r\n", splitctl.HostIncompatible, "a head that is none"),
+    (_answer({**STATUS, "placement": 5}), splitctl.HostIncompatible, "does not read"),
+    (_answer(b"\xff\xfe"), splitctl.HostIncompatible, "no JSON"),
 ]
+
+STREAMS: list[bytes] = [
+    b'{"stop_type":"eos"}',
+    b'{"choices":[5]}',
+    b'{"choices":5}',
+    b'{"choices":[{"text":5,"tokens":[7]}]}',
+    b'{"choices":[{"text":"a","tokens":5}]}',
+    b'{"stop_type":"eos","timings":{"prompt_n":1,"cache_n":0,"predicted_n":1e999,"prompt_ms":1,"predicted_ms":1}}',
+]
+
+
+@pytest.mark.parametrize("data", STREAMS, ids=range(len(STREAMS)))
+def test_a_stream_of_another_release_is_told(data: bytes) -> None:
+    """Whatever a field is, and wherever it is read, both clients raise the one error for it, and let go."""
+    with speaking(*[_answer(b"data: " + data + b"\n\ndata: [DONE]\n\n")] * 2) as port:
+        url = f"http://127.0.0.1:{port}"
+        broken = pytest.raises((splitctl.HostIncompatible, splitctl.AnswerBroken), match="does not read")
+        with broken:
+            splitctl.Client(url=url, timeout_s=WAIT_S).generate("a").result()
+        with broken:
+            asyncio.run(splitctl.AsyncClient(url=url, timeout_s=WAIT_S).generate("a").result())
+
+
+def test_a_refusal_without_an_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is kept for its reason, up to what any answer may take."""
+    monkeypatch.setattr(web, "MAX_ANSWER_BYTES", 1000)
+    said = _answer(b"x" * 5000, "500 Internal Server Error", Content_Length="9999")
+    with speaking(said) as port, pytest.raises(splitctl.HostGone, match="without an end"):
+        splitctl.connect(url=f"http://127.0.0.1:{port}", timeout_s=WAIT_S)
 
 
 @pytest.mark.parametrize(("said", "kind", "match"), OTHERS, ids=range(len(OTHERS)))
