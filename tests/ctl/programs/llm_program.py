@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from llm.cli import cli
 
 ANIMAL = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}}}
-GREEDY = {"temperature": 0.0, "n_predict": 12}
+GREEDY = {"temperature": 0.0, "n_predict": 6}
 
 
 def main(model: Path) -> dict[str, Any]:
@@ -34,6 +34,8 @@ def main(model: Path) -> dict[str, Any]:
     third = talk.prompt("And one more.", **GREEDY)
     third.text()
     animal = json.loads(asked.prompt("Invent a dog.", schema=ANIMAL, temperature=0.0).text())
+    asking = ["-m", asked.model_id, "hi", "-o", "split_mode", "tensor", "-o", "n_predict", "1"]
+    ran = CliRunner().invoke(cli, asking)
     left = iter(asked.prompt("Count to ten.", **GREEDY))
     next(left)
     errors = {}
@@ -53,11 +55,11 @@ def main(model: Path) -> dict[str, Any]:
         "loaded": loaded,
         "pieces": pieces,
         "text": first.text(),
-        "again": asked.prompt("Name a colour.", system="You are brief.", split_mode="layer", **GREEDY).text(),
         "second": text,
         "usage": [first.usage().input, first.usage().output, third.usage().input, third.usage().details["reused"]],
         "json": first.response_json,
         "animal": animal,
+        "status": [ran.exit_code, ran.stderr],
         "errors": errors,
     }
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 import llm
@@ -41,7 +41,8 @@ _LENGTH: dict[str, Any] = {
 }
 _MODE: dict[str, Any] = {
     "split_mode": (
-        splitctl.SplitMode | None,
+        # Words: LLM keeps options as JSON.
+        Literal[*(one.value for one in splitctl.SplitMode)] | None,
         Field(default=None, description="Switch to this split mode before: none, layer, row or tensor."),
     ),
 }
@@ -149,7 +150,7 @@ class FileModel(_Common, llm.Model):
     ) -> Iterator[str]:
         """Give the text of the answer as it comes; the session is switched before, where another mode is asked for."""
         del stream, conversation
-        mode: splitctl.SplitMode | None = getattr(prompt.options, "split_mode", None)
+        mode: str | None = getattr(prompt.options, "split_mode", None)
         with _told(), _SESSIONS.taken(self._path, self._placement, mode) as session:
             asked = _asked(prompt)
             asked["sampler"] = splitctl.SamplerSpec(**asked["sampler"])
@@ -167,9 +168,7 @@ class _Sessions:
         self._lock = threading.Lock()
 
     @contextmanager
-    def taken(
-        self, path: Path, placement: splitctl.Placement, mode: splitctl.SplitMode | None
-    ) -> Iterator[splitctl.Session]:
+    def taken(self, path: Path, placement: splitctl.Placement, mode: str | None) -> Iterator[splitctl.Session]:
         """Give the session of a file to one answer, in a split mode; None: the one that it is in.
 
         Raises:
@@ -189,7 +188,7 @@ class _Sessions:
             elif mode is not None:
                 outcome = self._open[path].switch(mode)
                 if outcome.effective is not outcome.requested:
-                    raise llm.ModelError(f"the switch to {mode.value} was not made: {outcome.reason}")
+                    raise llm.ModelError(f"the switch to {mode} was not made: {outcome.reason}")
             yield self._open[path]
         finally:
             self._busy.discard(path)
