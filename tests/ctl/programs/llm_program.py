@@ -14,7 +14,8 @@ import llm
 from click.testing import CliRunner
 from llm.cli import cli
 
-ANIMAL = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}}}
+DOG = {"type": "object", "properties": {"size": {"enum": ["small", "large"]}}, "required": ["size"]}
+DOGS = [{"size": "small"}, {"size": "large"}]
 GREEDY = {"temperature": 0.0, "n_predict": 6}
 
 
@@ -33,7 +34,7 @@ def main(model: Path) -> dict[str, Any]:
     text = second.text()
     third = talk.prompt("And one more.", **GREEDY)
     third.text()
-    animal = json.loads(asked.prompt("Invent a dog.", schema=ANIMAL, temperature=0.0).text())
+    dog = json.loads(asked.prompt("Invent a dog.", schema=DOG, temperature=0.0).text())
     asking = ["-m", asked.model_id, "hi", "-o", "split_mode", "tensor", "-o", "n_predict", "1"]
     ran = CliRunner().invoke(cli, asking)
     left = iter(asked.prompt("Count to ten.", **GREEDY))
@@ -58,7 +59,7 @@ def main(model: Path) -> dict[str, Any]:
         "second": text,
         "usage": [first.usage().input, first.usage().output, third.usage().input, third.usage().details["reused"]],
         "json": first.response_json,
-        "animal": animal,
+        "dog": dog,
         "status": [ran.exit_code, ran.stderr],
         "errors": errors,
     }
