@@ -18,7 +18,7 @@ from splitctl.http.intake import HttpLimits
 from tests.ctl.houses import GUARD_S, ROOT, house
 from tests.ctl.web import Web, asked, events, free_port, web
 
-_README, _HTTP = ROOT / "README.md", ROOT / "docs" / "http.md"
+_README, _HTTP, _RECIPES = ROOT / "README.md", ROOT / "docs" / "http.md", ROOT / "docs" / "recipes.md"
 _CURLS = [
     line for path in (_README, _HTTP) for line in re.findall(r"^\$ (curl .+)$", path.read_text("utf-8"), re.MULTILINE)
 ]
@@ -51,11 +51,12 @@ def test_a_line_of_curl_gets_what_it_asks_for(server: Web, line: str) -> None:
 @pytest.mark.model
 def test_the_command_of_llama_swap_runs_as_it_stands(smollm2: Path) -> None:
     """It says 503 and then 200 on /health, answers on the port that it was given, and ends with 0 at SIGTERM."""
-    (block,) = re.findall(r"```yaml\n(.*?)```", _HTTP.read_text("utf-8"), re.DOTALL)
-    (command,) = re.findall(r"cmd: \|\n((?: {6}.+\n)+)", block)
-    assert "proxy: http://127.0.0.1:${PORT}" in block
+    command, *_ = re.findall(r"cmd: \|\n((?: {6}.+\n)+)", _RECIPES.read_text("utf-8"))
     port = free_port()
-    words = shlex.split(command.replace("${PORT}", str(port)).replace("/models/smollm2.gguf", str(smollm2)))
+    filled_in = {"${PORT}": str(port), "${MODEL_ID}": "small", "/models/small.gguf": str(smollm2)}
+    for name, value in filled_in.items():
+        command = command.replace(name, value)
+    words = shlex.split(command)
     assert words[0] == "splitctl"
     with house() as home:
         process = home.start(*words[1:], LLAMA_ARG_THREADS="1")
@@ -69,10 +70,8 @@ def test_the_command_of_llama_swap_runs_as_it_stands(smollm2: Path) -> None:
                     continue
             assert (seen[0], set(seen)) == (503, {503, 200})
             says = [{"role": "user", "content": "Hi."}]
-            answer = asked(
-                port, "POST", "/v1/chat/completions", {"model": "smollm2", "messages": says, "max_tokens": 3}
-            )
-            assert answer.body["model"] == "smollm2"
+            answer = asked(port, "POST", "/v1/chat/completions", {"model": "small", "messages": says, "max_tokens": 3})
+            assert answer.body["model"] == "small"
             process.send_signal(signal.SIGTERM)
             out, err = process.communicate(timeout=GUARD_S)
         finally:
@@ -80,7 +79,7 @@ def test_the_command_of_llama_swap_runs_as_it_stands(smollm2: Path) -> None:
         assert process.returncode == 0, err.decode()
         assert out.startswith(b"ready: ")
         assert out.count(b"\n") == 1
-        assert home.saved("smollm2").is_file()
+        assert home.saved("small").is_file()
 
 
 def test_limits_are_those_of_the_document() -> None:
