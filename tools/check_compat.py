@@ -35,6 +35,7 @@ _NEEDED = (
     "scipy",
     "pytest",
     "pytest-asyncio",
+    "blockbuster",
 )
 #: Why those fail that can be expected to.
 _KNOWN = {

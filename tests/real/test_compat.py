@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import pickle
+import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from llama_native import Library
+from llama_native import Library, Model, ModelParams
 from splitctl.compat.llama_cpp import Llama, LlamaGrammar, LlamaRAMCache, LogitsProcessorList, StoppingCriteriaList
-from splitctl.errors import ConfigInvalid
+from splitctl.compat.llama_cpp.json_schema import to_gbnf
+from splitctl.compat.llama_cpp.sampling import Sampling
+from splitctl.errors import Busy, ConfigInvalid
 from splitctl.placement import SplitMode
 from tests.real.conftest import DEVICES
+from tools.check_compat import with_words
 
 PROMPT = "Once upon a time there was"
 SCHEMA = {
@@ -257,3 +266,134 @@ def test_the_program_of_the_page_runs(words_model: Path, capsys: pytest.CaptureF
     assert program.count('"model.gguf"') == 1
     exec(program.replace('"model.gguf"', f"{str(words_model)!r}, prober=None"), {})  # noqa: S102 - the page's own
     assert len(capsys.readouterr().out.splitlines()) >= 3
+
+
+def test_an_answer_that_lost_the_sequence_says_so(llama: Llama) -> None:
+    """It goes on with no other answer's tokens; whole answers of several threads wait for each other."""
+    first: Any = llama(PROMPT, max_tokens=9, temperature=0.0, stream=True)
+    next(first)
+    expected: Any = llama(PROMPT, max_tokens=4, temperature=0.0)
+    with pytest.raises(Busy, match="taken the sequence"):
+        next(first)
+    found: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(llama(PROMPT, max_tokens=4, temperature=0.0))) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [one["choices"] for one in found] == [expected["choices"]] * 3
+
+
+def test_the_collector_may_drop_one_within_a_call(make: Any, library: Library) -> None:
+    """It calls nothing then, for that call has the lock; what it held is freed later."""
+    held = [make(n_ctx=32)]
+    with library.calling(), pytest.warns(ResourceWarning, match="was not closed"):
+        held.clear()
+    gc.collect()
+
+
+def test_rows_are_those_of_the_tokens_that_are_held(make: Any) -> None:
+    """Also in a larger context than before, and after a state without rows."""
+    with make(logits_all=True) as llama:
+        llama.eval([5, 6, 7])
+        with make() as other:
+            other.eval([5, 6, 8, 9])
+            llama.load_state(other.save_state())
+        assert not llama.scores[:3].any()
+        assert llama.switch(n_ctx=512).status.value == "switched"
+        llama.reset()
+        llama.eval([5] * 260)
+        assert llama.scores.shape[0] == 512
+        assert llama.scores[259].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", "0.5"), ("temperature", float("nan")), ("typical_p", None), ("frequency_penalty", float("nan")),
+        ("presence_penalty", -1e308), ("seed", "7"), ("max_tokens", 2.5), ("stop", [""]), ("stop", 5), ("logprobs", -1),
+        ("logit_bias", {"a": 1}), ("logit_bias", {10**9: 1}), ("logit_bias", {5: float("inf")}), ("grammar", "x"),
+        ("logits_processor", 5), ("stopping_criteria", [5]),
+    ],
+)  # fmt: skip
+def test_a_stream_refuses_wrong_arguments_at_once(llama: Llama, name: str, value: Any) -> None:
+    """By their names, as a ValueError, and before its first chunk."""
+    with pytest.raises(ValueError, match=f"^{name}"):
+        llama(PROMPT, stream=True, **{name: value})
+
+
+# ---- schemas ----
+
+_TEXT = st.text('abc "\\/', max_size=3)
+_COUNT, _WHOLE = st.integers(0, 4), st.integers(-300, 12000)
+_VALUES = st.one_of(_TEXT, st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.booleans(), st.none())
+
+
+def _with_some(base: dict[str, Any], **optional: Any) -> Any:
+    return st.fixed_dictionaries({name: st.just(value) for name, value in base.items()}, optional=optional)
+
+
+_LEAVES = st.one_of(
+    st.sampled_from(["null", "boolean", "number", "string", "integer"]).map(lambda kind: {"type": kind}),
+    _with_some({"type": "string"}, minLength=_COUNT, maxLength=st.integers(3, 6)),
+    _with_some({"type": ["integer", "null"]}, minimum=_WHOLE, maximum=_WHOLE, exclusiveMinimum=_WHOLE),
+    st.fixed_dictionaries(
+        {"enum": st.lists(_VALUES, min_size=1, max_size=4)}, optional={"type": st.sampled_from(["string", "integer"])}
+    ),
+    st.sampled_from([{}, {"$ref": "#/$defs/d"}, {"type": "string", "format": "date-time"}]),
+)
+
+
+def _around(inner: Any) -> Any:
+    names = st.sampled_from(["a", "b", 'c"'])
+    properties, several = st.dictionaries(names, inner, max_size=3), st.lists(inner, min_size=1, max_size=2)
+    required, others = st.lists(names, max_size=2, unique=True), st.one_of(st.booleans(), inner)
+    return st.one_of(
+        _with_some({"type": "object"}, properties=properties, required=required, additionalProperties=others),
+        _with_some({"type": "array"}, items=inner, minItems=_COUNT, maxItems=st.integers(2, 4)),
+        st.fixed_dictionaries({"prefixItems": several}),
+        st.fixed_dictionaries({"anyOf": several}, optional={"properties": properties}),
+        st.fixed_dictionaries({"allOf": several}),
+    )
+
+
+_SCHEMAS = st.recursive(_LEAVES, _around, max_leaves=8)
+_DEFINED = st.recursive(_LEAVES.filter(lambda one: "$ref" not in one), _around, max_leaves=3).filter(
+    lambda one: "$ref" not in json.dumps(one)
+)
+
+
+@pytest.fixture(scope="module")
+def letters(library: Library, small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    """A vocabulary of single letters."""
+    path = with_words(small_model, tmp_path_factory.mktemp("letters") / "letters.gguf")
+    with Model.load(library, path, ModelParams(vocab_only=True)) as model:
+        yield model
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(schema=_SCHEMAS, defined=_DEFINED, seed=st.integers(0, 99))
+def test_any_answer_by_a_schema_is_valid_by_it(letters: Model, schema: Any, defined: Any, seed: int) -> None:
+    """Drawn at random by the library's own sampler of grammars; what a grammar cannot hold was refused before."""
+    schema = {**schema, "$defs": {"d": defined}}
+    try:
+        grammar = to_gbnf(schema)
+    except ConfigInvalid:
+        return
+    random = np.random.default_rng(seed)
+    ends = [letters.tokenize(one, add_special=False)[-1] for one in '"}]'] + [letters.token_eos]
+    mute = [one for one in range(letters.n_vocab) if not letters.piece(one) and not letters.is_eog(one)]
+    text, token = b"", -1
+    with closing(Sampling(temp=0.0, grammar=grammar).sampler(letters, seed=1, last_n=0)) as sampler:
+        for step in range(1500):
+            row = random.standard_normal(letters.n_vocab).astype(np.float32) * 3
+            row[mute] = -np.inf
+            row[ends] += 0.1 * step  # so that it ends
+            token = sampler.sample(row, letters, [])
+            if letters.is_eog(token):
+                break
+            text += letters.piece(token)
+    assert letters.is_eog(token)
+    jsonschema.Draft202012Validator(schema).validate(json.loads(text))
