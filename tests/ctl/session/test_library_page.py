@@ -68,3 +68,24 @@ def test_a_typed_program_uses_every_public_name() -> None:
     used = {node.attr for node in ast.walk(program) if isinstance(node, ast.Attribute)}
     assert sorted(set(splitctl.__all__) - used) == []
     assert "tests/ctl/session/user_program.py" in (_ROOT / "ci" / "check").read_text(encoding="utf-8")
+
+
+def test_an_import_takes_no_quarter_of_a_second() -> None:
+    """Of processor time, the best of a few children, beside what Python takes by itself; numpy comes with a session."""
+    says = "import sys; print('numpy' in sys.modules, __import__('time').process_time())"
+
+    def best(program: str) -> tuple[str, float]:
+        told = [
+            subprocess.run(
+                [sys.executable, "-c", f"{program}; {says}"], cwd=_ROOT, capture_output=True, text=True, check=True
+            ).stdout.split()
+            for _ in range(3)
+        ]
+        return told[0][0], min(float(one) for _, one in told)
+
+    _, bare = best("pass")
+    has_numpy, front = best("import splitctl")
+    assert has_numpy == "False"
+    assert front - bare < 0.25
+    _, client = best("import splitctl; splitctl.connect")
+    assert client - bare < 0.25
