@@ -1,8 +1,8 @@
 """Lets eight tasks ask one session on an asyncio loop, with two switches and three cancels, and measures the loop.
 
-Prints how many texts are those of their prompts alone, and how long the loop was held: the longest time, and the 99th
-percentile of what a callback waited that was due at once, every millisecond. Ends with 1 where a text is wrong, or the
-percentile is over 50 ms.
+Prints how many texts a fresh context finds right (greedy_gaps), and how long the loop was held: the longest time, and
+the 99th percentile of what a callback waited that was due at once, every millisecond. Ends with 1 where a text is
+wrong, or the percentile is over 50 ms.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from llama_native import Library
 from splitctl import AsyncSession, Placement, SamplerSpec
+from tools import greedy_gaps
 from tools.places import usable_library
 
 GREEDY = SamplerSpec(temp=0.0)
@@ -35,22 +36,23 @@ async def watch(held_ms: list[float]) -> None:
 async def play(session: AsyncSession, n: int, modes: tuple[str, str]) -> dict[str, Any]:
     """Play the scene once; `n` tokens an answer."""
     prompts = [f"Task {number} begins with a few words of its own" for number in range(N_TASKS)]
-    wanted = [await session.text(prompt, n=n, sampler=GREEDY).read() for prompt in prompts]
     held_ms: list[float] = []
     watching = asyncio.ensure_future(watch(held_ms))
-    whole = [asyncio.ensure_future(session.text(prompt, n=n, sampler=GREEDY).read()) for prompt in prompts]
+    streams = [session.text(prompt, n=n, sampler=GREEDY) for prompt in prompts]
+    whole = [asyncio.ensure_future(stream.read()) for stream in streams]
     lost = [asyncio.ensure_future(session.text(f"Lost {one}", sampler=GREEDY).read()) for one in range(N_CANCELLED)]
     statuses = [(await session.switch(modes[0])).status.value]
     for one in lost:
         one.cancel()
     statuses.append((await session.switch(modes[1])).status.value)
-    texts = await asyncio.gather(*whole)
+    await asyncio.gather(*whole)
     ends = await asyncio.gather(*lost, return_exceptions=True)
     watching.cancel()
     held_ms.sort()
     return {
-        "right": sum(a == b for a, b in zip(texts, wanted, strict=True)),
-        "wrong": sum(a != b for a, b in zip(texts, wanted, strict=True)),
+        "answers": [
+            (await session.tokenize(one), list(held.tokens)) for one, held in zip(prompts, streams, strict=True)
+        ],
         "cancelled": sum(isinstance(one, asyncio.CancelledError) for one in ends),
         "switches": statuses,
         "held_longest_ms": round(held_ms[-1], 3),
@@ -79,6 +81,10 @@ def main() -> int:
             return await play(session, given.n, (there, back))
 
     found = asyncio.run(whole())
+    texts = [([*prompt, *tokens], len(prompt)) for prompt, tokens in found.pop("answers")]
+    gaps = greedy_gaps.measure(usable_library(given.library), Path(given.model), texts, given.device.split(","))
+    found["wrong"] = sum(not one.is_right for one in gaps)
+    found["right"] = len(gaps) - found["wrong"]
     print(json.dumps(found))
     return 1 if found["wrong"] or found["held_p99_ms"] > MOST_HELD_MS else 0
 
