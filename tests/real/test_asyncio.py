@@ -26,7 +26,7 @@ from splitctl import (
     Stage,
 )
 from splitctl.session import asynchronous
-from tests.real.conftest import DEVICES, base
+from tests.real.conftest import base
 from tools import greedy_gaps
 
 GREEDY = SamplerSpec(temp=0.0)
@@ -131,7 +131,7 @@ def test_eight_tasks_go_on_through_two_switches_and_three_cancels(
     play(scene)
     assert [len(tokens) - n for tokens, n in texts] == [N] * len(PROMPTS)
     # Batches of other sizes and modes add floats in other orders: a near tie may fall the other way.
-    gaps = greedy_gaps.measure(library.path, words_model, texts, DEVICES, always_control=False)
+    gaps = greedy_gaps.measure(library.path, words_model, texts, always_control=False)
     assert [one.fault for one in gaps if not one.is_right] == []
 
 

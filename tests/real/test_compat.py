@@ -24,7 +24,7 @@ from splitctl.compat.llama_cpp.json_schema import to_gbnf
 from splitctl.compat.llama_cpp.sampling import Sampling
 from splitctl.errors import Busy, ConfigInvalid
 from splitctl.placement import SplitMode
-from tests.real.conftest import DEVICES
+from tests.real.conftest import DEVICES, RPC
 from tools.check_compat import with_words
 
 PROMPT = "Once upon a time there was"
@@ -259,6 +259,7 @@ def test_a_vocabulary_alone_reads_and_writes_texts(library: Library, words_model
             words.eval([1])
 
 
+@pytest.mark.skipif(bool(RPC), reason="the page names processors, and stock builds die in tensor mode on two of them")
 def test_the_program_of_the_page_runs(words_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a small model, and without trials."""
     page = (Path(__file__).parents[2] / "docs" / "compat.md").read_text(encoding="utf-8")
