@@ -29,6 +29,9 @@ IGNORED: Mapping[str, tuple[Any, str]] = {
     "swa_full": (None, "a window's cache is as large as the window"),
     "spm_infill": (False, "there is no infill"),
     "draft_model": (None, "the same tokens come without drafts"),
+    # Of older releases; LangChain always gives -1 and True.
+    "n_parts": (-1, "the file says how many parts there are"),
+    "f16_kv": (True, "type_k and type_v name the types of the cache"),
 }
 #: Would change what the model computes, or needs what is not here: refused, but for the value that says nothing.
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {

@@ -46,7 +46,8 @@ def test_what_would_change_the_model_is_refused(name: str) -> None:
 def test_what_has_no_effect_is_said() -> None:
     """By name, and an unknown argument too, as llama_cpp takes any."""
     check({name: nothing for name, (nothing, _) in IGNORED.items()})
-    for name in (*IGNORED, "f16_kv"):
+    check({"n_parts": -1, "f16_kv": True})
+    for name in (*IGNORED, "no_such_argument"):
         with pytest.warns(UserWarning, match=name):
             check({name: "x"})
 
