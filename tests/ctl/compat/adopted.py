@@ -6,6 +6,8 @@ Needs llama_cpp on the path. Prints one JSON object.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import importlib
 import itertools
 import json
@@ -43,6 +45,21 @@ def refusal(llm: Any) -> str:
     return ""
 
 
+class MallInfo(ctypes.Structure):
+    """What glibc's mallinfo2 gives."""
+
+    _fields_ = tuple((f"field_{index}", ctypes.c_size_t) for index in range(10))
+
+
+def heap() -> int:
+    """Count the bytes that malloc has lent, mapped blocks included; resident memory shows them with much noise."""
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = MallInfo
+    lent = libc.mallinfo2()
+    return int(lent.field_7 + lent.field_4)
+
+
 def main(n_times: int, free: bool, model: str, target: str) -> dict[str, Any]:
     """Adopt and release so often, and let it go on."""
     # The cache on disk that it imports at once is not used here.
@@ -55,7 +72,7 @@ def main(n_times: int, free: bool, model: str, target: str) -> dict[str, Any]:
     expected = drawn(untouched, tokens, N_TOKENS)
     untouched.close()
     llm = begun(llama_cpp, model)
-    found: dict[str, Any] = {"same_states": True, "statuses": [], "rss": []}
+    found: dict[str, Any] = {"same_states": True, "statuses": [], "rss": [], "handles": [], "heap": []}
     shares = target.split(",") if "," in target else None
     there: dict[str, Any] = {"mode": target} if shares is None else {"tensor_split": [float(one) for one in shares]}
     back: dict[str, Any] = {"mode": "layer", "tensor_split": None}
@@ -66,7 +83,10 @@ def main(n_times: int, free: bool, model: str, target: str) -> dict[str, Any]:
         found["statuses"] += [ours.switch(**changes).status.value for changes in (there, back)]
         found["same_states"] &= ours.session.state_bytes(bare=True) == before
         found["is_it"] = ours.release() is llm
-        found["rss"].append(psutil.Process().memory_info().rss)
+        process = psutil.Process()
+        found["rss"].append(process.memory_info().rss)
+        found["heap"].append(heap())
+        found["handles"].append([process.num_fds(), process.num_threads()])
     found["first"] = llm.sample(temp=0.0) == expected[0]
     found["same"] = drawn(llm, tokens, N_TOKENS) == expected
     # What has come meanwhile goes back too.
