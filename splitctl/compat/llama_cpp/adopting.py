@@ -67,8 +67,8 @@ def adopt(kind: type[L], llm: Any, *, free: bool = False, devices: Sequence[str]
         **{name: given[name] for name in _PLACED}, n_ctx=llm.n_ctx(), flash_attn=None, devices=devices
     )
     adopted = Adopted(llm, library, given if free else None)
-    adopted.block()
     try:
+        adopted.block()
         session = Session.open(
             given["model_path"],
             placement,
@@ -165,8 +165,9 @@ class Adopted:
     def block(self) -> None:
         """Let its object refuse every call."""
         if self._given is not None:
-            self._llm.close()
+            # Before it: one that fails half way has freed something, too.
             self._is_freed = True
+            self._llm.close()
         object.__setattr__(self._llm, "__class__", self._blocked)
 
     def unblock(self) -> None:

@@ -97,7 +97,34 @@ def main(n_times: int, free: bool, model: str, target: str) -> dict[str, Any]:
     ours.release()
     found["goes_on"] = llm._input_ids.tolist() == [*tokens, *ours_drawn[:8]]
     found["next"] = llm.sample(temp=0.0) == ours_drawn[8]
+    if free:
+        answers = []
+        for fails in (False, True):
+            llm.reset()
+            llm.eval(tokens)
+            if fails:
+                found["failed"] = not_adopted(Llama, llm)
+            answers.append(drawn(llm, tokens, N_TOKENS))
+        found["after"] = answers[0] == answers[1]
     return found
+
+
+def not_adopted(kind: Any, llm: Any) -> str:
+    """Let its close fail when it has freed all, and return what the adoption says."""
+    close = type(llm).close
+
+    def fails(self: Any) -> None:
+        close(self)
+        raise OSError("no end")
+
+    type(llm).close = fails
+    try:
+        kind.adopt(llm, free=True, prober=None)
+    except OSError as error:
+        return str(error)
+    finally:
+        type(llm).close = close
+    return ""
 
 
 if __name__ == "__main__":
