@@ -47,7 +47,7 @@ def native(cache_dir: Path) -> Path:
     """Give a build of the same sources whose tensor mode works on processors."""
     folder = cache_dir / "builds" / "native-0.3.36" / "lib"
     if not folder.is_dir():
-        pytest.skip("native-0.3.36 is not there: run ci/builds --native")
+        pytest.skip("no native build: run ci/builds --native")
     return folder
 
 
